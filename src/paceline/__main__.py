@@ -1,0 +1,8 @@
+"""Runs the command line: `python -m paceline`."""
+
+import sys
+
+from paceline.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

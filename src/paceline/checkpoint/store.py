@@ -1,0 +1,127 @@
+"""`DrafterCheckpoint`: config, tensors and provenance in memory, format-free; atomic folders on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from paceline.checkpoint import zlab
+from paceline.core.errors import CheckpointError, ConfigError, UnknownFormatError
+from paceline.drafter.config import DrafterConfig
+from paceline.drafter.dflash import DFlash
+
+WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterCheckpoint:
+    """A drafter at rest.
+
+    Args:
+        config: its shape.
+        tensors: weights by the names of `zlab.manifest(config)`.
+        provenance: where it comes from: recipe, data digest, counts, curve; free-form JSON.
+    """
+
+    config: DrafterConfig
+    tensors: dict[str, torch.Tensor]
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path) -> DrafterCheckpoint:
+        """Returns the checkpoint stored in a z-lab folder.
+
+        Raises:
+            UnknownFormatError: no config.json there, or of another format.
+            CheckpointError: weights missing, truncated, or not those of the config.
+        """
+        if not (folder / CONFIG).is_file():
+            raise UnknownFormatError(
+                f"{folder}: expected a drafter folder with {CONFIG} and {WEIGHTS}; found none"
+            )
+        try:
+            config = zlab.config_from_json(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
+        except (ConfigError, ValueError) as error:
+            raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+        tensors = _read(folder / WEIGHTS)
+        zlab.check(config, tensors, str(folder / WEIGHTS))
+        provenance = folder / PROVENANCE
+        return cls(config, tensors, json.loads(provenance.read_text("utf-8")) if provenance.is_file() else {})
+
+    def save(self, folder: Path) -> None:
+        """Writes the folder so that a reader sees the old one or the new one, never a mixture.
+
+        Raises:
+            CheckpointError: the tensors are not those of the config.
+            OSError: the disk is full or read-only; an earlier checkpoint stays as it was.
+        """
+        zlab.check(self.config, self.tensors, str(folder))
+        with replaced_folder(folder) as partial:
+            save_file(
+                {k: v.contiguous() for k, v in self.tensors.items()}, partial / WEIGHTS, {"format": "pt"}
+            )
+            _write_json(partial / CONFIG, zlab.config_to_json(self.config, self.dtype))
+            _write_json(partial / PROVENANCE, self.provenance)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the stored weights."""
+        return next(iter(self.tensors.values())).dtype
+
+    def build(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> DFlash:
+        """Returns the drafter module with these weights."""
+        drafter = DFlash(self.config).to(device, dtype)
+        drafter.load_state_dict(self.tensors)
+        return drafter
+
+    @classmethod
+    def of(cls, drafter: DFlash, dtype: torch.dtype, provenance: dict[str, Any]) -> DrafterCheckpoint:
+        """Returns a copy of a module's weights in `dtype`."""
+        tensors = {k: v.detach().to("cpu", dtype, copy=True) for k, v in drafter.state_dict().items()}
+        return cls(drafter.config, tensors, provenance)
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder to fill; puts it in the place of `folder` when the block ends without an error."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    partial.chmod(0o755)
+    try:
+        yield partial
+        if folder.exists():
+            retired = partial.with_name(partial.name + ".old")
+            os.replace(folder, retired)
+            os.replace(partial, folder)
+            shutil.rmtree(retired)
+        else:
+            os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: expected the drafter's weights, found no such file")
+    try:
+        with safe_open(path, framework="pt") as handle:
+            return {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: not a whole safetensors file ({error}); hint: copy it again"
+        ) from error

@@ -1,0 +1,150 @@
+"""z-lab's checkpoint layout ↔ `DrafterConfig`: a flat Qwen3 config with `dflash_config`, and a strict tensor manifest.
+
+Keys are looked up in `dflash_config` first, then at top level; both rope dialects are read and both are written, since
+engines know one or the other and fall back silently. Keys that would change the function and are not implemented are
+refused by name.
+
+Source: z-lab `dflash` 0.1.0 and its released v1 checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.core.errors import CheckpointError, ConfigError, UnknownFormatError
+from paceline.drafter.config import SLIDING, DrafterConfig, default_target_layer_ids
+from paceline.drafter.dflash import DFlash
+
+ARCHITECTURE = "DFlashDraftModel"
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "input_embedding_scale": (None, 1.0),
+    "output_multiplier": (None, 1.0),
+    "final_logit_softcapping": (None,),
+    "sample_from_anchor": (None, False),
+    "projector_type": (None, "dflash"),
+    "attention_bias": (None, False),
+    "hidden_act": (None, "silu"),
+}
+"""Keys that change the function, with the values this reader implements."""
+
+
+def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
+    """Returns the config of a z-lab v1 checkpoint.
+
+    Raises:
+        UnknownFormatError: another architecture.
+        ConfigError: a key missing, out of range, or set to something not implemented.
+    """
+    architectures = raw.get("architectures") or []
+    if architectures != [ARCHITECTURE]:
+        raise UnknownFormatError(f"architectures: expected [{ARCHITECTURE!r}], got {architectures}")
+    nested = raw.get("dflash_config") or {}
+
+    def get(key: str, default: Any = None) -> Any:
+        return nested.get(key, raw.get(key, default))
+
+    def need(key: str) -> Any:
+        value = get(key)
+        if value is None:
+            raise ConfigError(f"{key}: expected in dflash_config or at top level, found in neither")
+        return value
+
+    for key, implemented in _NEUTRAL.items():
+        if get(key) not in implemented:
+            raise ConfigError(f"{key}: {get(key)!r} is not implemented; expected one of {implemented}")
+    num_layers, depth = int(need("num_hidden_layers")), int(need("num_target_layers"))
+    taps = get("target_layer_ids")
+    causal = get("causal", raw.get("is_causal"))
+    return DrafterConfig(
+        block_size=int(get("block_size", 16)),
+        hidden_size=int(need("hidden_size")),
+        num_layers=num_layers,
+        num_heads=int(need("num_attention_heads")),
+        num_kv_heads=int(need("num_key_value_heads")),
+        head_dim=int(get("head_dim") or need("hidden_size") // need("num_attention_heads")),
+        intermediate_size=int(need("intermediate_size")),
+        vocab_size=int(need("vocab_size")),
+        target_layer_ids=tuple(taps) if taps else default_target_layer_ids(depth, num_layers),
+        num_target_layers=depth,
+        mask_token_id=int(need("mask_token_id")),
+        layer_types=tuple(get("layer_types") or ()),
+        sliding_window=get("sliding_window"),
+        is_causal=causal,
+        rope_theta=_rope_theta(raw),
+        rms_norm_eps=float(get("rms_norm_eps", 1e-6)),
+        max_positions=int(get("max_position_embeddings", 8192)),
+    )
+
+
+def _rope_theta(raw: dict[str, Any]) -> float:
+    parameters = raw.get("rope_parameters") or {}
+    scaling = parameters or raw.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind != "default":
+        raise ConfigError(f"rope: expected the default type, got {kind!r}")
+    theta = parameters.get("rope_theta") or raw.get("rope_theta")
+    if theta is None:
+        raise ConfigError("rope_theta: expected in rope_parameters or at top level, found in neither")
+    return float(theta)
+
+
+def config_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the flat config that z-lab's package, vLLM and SGLang read. Pure."""
+    sliding = SLIDING in config.layer_types
+    raw: dict[str, Any] = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+        },
+        "dtype": str(dtype).removeprefix("torch."),
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "layer_types": list(config.layer_types),
+        "max_position_embeddings": config.max_positions,
+        "max_window_layers": 0 if sliding else config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "num_target_layers": config.num_target_layers,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "rope_scaling": None,
+        "rope_theta": config.rope_theta,
+        "sliding_window": config.sliding_window,
+        "tie_word_embeddings": False,
+        "use_sliding_window": sliding,
+        "vocab_size": config.vocab_size,
+    }
+    if config.is_causal is not None:
+        raw["is_causal"] = config.is_causal
+    return raw
+
+
+def manifest(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Returns every tensor's name and shape, 11 · layers + 3 of them. Pure."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in DFlash(config).state_dict().items()}
+
+
+def check(config: DrafterConfig, tensors: dict[str, torch.Tensor], where: str) -> None:
+    """Raises `CheckpointError` naming every tensor that is missing, unknown or of another shape."""
+    expected = manifest(config)
+    problems = [f"missing {name} {shape}" for name, shape in expected.items() if name not in tensors]
+    problems += [f"unknown {name} {tuple(tensors[name].shape)}" for name in tensors if name not in expected]
+    problems += [
+        f"{name}: expected {shape}, got {tuple(tensors[name].shape)}"
+        for name, shape in expected.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise CheckpointError(f"{where}: tensors do not match the config: {shown}")

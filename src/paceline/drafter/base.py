@@ -1,0 +1,41 @@
+"""The protocol of a drafter: open a context, inject what the target saw, draft behind an anchor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from paceline.core.types import Proposal
+
+
+class Context(Protocol):
+    """What a drafter remembers of one sequence."""
+
+    @property
+    def length(self) -> int:
+        """Committed tokens whose hidden states were injected."""
+
+
+class Drafter(Protocol):
+    """Guesses tokens behind an anchor; its guesses can change only the speed."""
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block, anchor included."""
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Decoder layers (0-based) whose outputs `inject` wants, in order."""
+
+    def open(self, capacity: int) -> Context:
+        """Returns an empty context with room for `capacity` tokens."""
+
+    def inject(self, contexts: Sequence[Context], hidden: Sequence[torch.Tensor]) -> None:
+        """Extends each context by its rows of tapped hidden states (rows, taps · D). Mutates: the contexts."""
+
+    def draft(
+        self, anchors: Sequence[int], contexts: Sequence[Context], num_draft_tokens: int
+    ) -> list[Proposal]:
+        """Returns one proposal of at most `num_draft_tokens` tokens behind each anchor. Leaves contexts as they are."""

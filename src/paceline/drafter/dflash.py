@@ -1,0 +1,286 @@
+"""DFlash: one forward pass fills a whole block, looking at the target's hidden states through injected K/V.
+
+    context  h = hidden_norm(fc(taps))            one fused vector per committed token, the same for all layers
+    layer    K = [W_K h ; W_K x]   V = [W_V h ; W_V x]   Q = W_Q x   with q/k norms and RoPE at absolute positions
+    output   target's frozen head on norm(x) at slots 1 … K; slot k predicts the token at its own position
+
+`inject` and `draft` are two calls: context keys and values are computed once per committed token and only they are
+stored, so nothing is ever cropped. `forward_blocks` is the same function for many anchors of many documents at once.
+
+Source: DFlash (arXiv 2602.06036) §3. Deviation: the reference runs context and block through one forward call and
+crops its cache; same numbers (tests/test_drafter_parity.py).
+
+Shape suffixes: N sequences, A anchors, S slots, K drafts, T context tokens, R rows, D hidden, H heads, G kv heads,
+E head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.core.block import LayerRule, attends, slot_positions
+from paceline.core.types import Proposal
+from paceline.drafter.config import DrafterConfig
+from paceline.drafter.context import ContextKV
+from paceline.drafter.layers import Layer, Projection, RMSNorm, Rope
+
+
+class Heads(Protocol):
+    """The target's embedding and head, borrowed."""
+
+    @property
+    def embed(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Token ids (…) → embeddings (…, D)."""
+
+    @property
+    def lm_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Normed hidden states (…, D) → logits (…, V)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Anchors of one document for `forward_blocks`.
+
+    Args:
+        hidden: (T, taps · D) tapped hidden states of the document from its first token.
+        anchors: (A,) positions of anchors, each at most T.
+        anchor_embeddings: (A, D) target embeddings of the tokens at the anchors.
+    """
+
+    hidden: torch.Tensor
+    anchors: torch.Tensor
+    anchor_embeddings: torch.Tensor
+
+
+class DFlash(nn.Module):
+    """A DFlash v1 drafter."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = Projection(config.hidden_size * len(config.target_layer_ids), config.hidden_size)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._heads: Heads | None = None
+
+    # What an engine needs --------------------------------------------------------------------------------------------
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block, anchor included."""
+        return self.config.block_size
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Tapped decoder layers of the target (0-based outputs)."""
+        return self.config.target_layer_ids
+
+    def bind(self, heads: Heads) -> Self:
+        """Borrows the target's embedding and head, and prepacks the weights for inference. Mutates: self."""
+        self._heads = heads
+        for module in self.modules():
+            if isinstance(module, Projection):
+                module.freeze()
+        return self.eval()
+
+    def open(self, capacity: int) -> ContextKV:
+        """Returns an empty context with room for `capacity` tokens."""
+        c = self.config
+        return ContextKV(c.num_layers, c.num_kv_heads, c.head_dim, capacity, self.fc.weight)
+
+    @torch.inference_mode()
+    def inject(self, contexts: Sequence[ContextKV], hidden: Sequence[torch.Tensor]) -> None:
+        """Extends each context by its rows of tapped hidden states (rows, taps · D). Mutates: the contexts."""
+        counts = [rows.shape[0] for rows in hidden]
+        positions = torch.cat(
+            [torch.arange(c.length, c.length + n) for c, n in zip(contexts, counts, strict=True)]
+        ).to(self.fc.weight.device)
+        keys, values = self._context_kv(torch.cat(list(hidden)), positions)
+        pieces = zip(
+            contexts, torch.stack(keys).split(counts, 1), torch.stack(values).split(counts, 1), strict=True
+        )
+        for context, key, value in pieces:
+            context.append(key, value)
+
+    @torch.inference_mode()
+    def draft(
+        self, anchors: Sequence[int], contexts: Sequence[ContextKV], num_draft_tokens: int
+    ) -> list[Proposal]:
+        """Returns a chain of `num_draft_tokens` likeliest tokens behind each anchor. Leaves contexts as they are."""
+        logits_NKV = self.draft_logits(anchors, contexts, num_draft_tokens)
+        return [Proposal.chain(tokens) for tokens in logits_NKV.argmax(dim=-1).tolist()]
+
+    @torch.inference_mode()
+    def draft_logits(
+        self, anchors: Sequence[int], contexts: Sequence[ContextKV], num_draft_tokens: int
+    ) -> torch.Tensor:
+        """Returns logits (N, K, V) of the block behind each anchor, slot k for the token k places further."""
+        assert self._heads is not None, "bind() the drafter to a target's heads first"
+        num_seq, num_slots = len(anchors), num_draft_tokens + 1
+        ids = torch.full((num_seq, num_slots), self.config.mask_token_id, device=self.fc.weight.device)
+        ids[:, 0] = torch.tensor(anchors, device=ids.device)
+        starts = torch.tensor([c.length for c in contexts], device=ids.device)
+        positions = slot_positions(starts, num_slots)
+        x = self._heads.embed(ids).reshape(num_seq * num_slots, -1).to(self.fc.weight.dtype)
+        rope = self._rope(positions.flatten(), x.dtype)
+        for i, (layer, rule) in enumerate(zip(self.layers, self.config.layer_rules, strict=True)):
+            x = self._draft_layer(i, layer, rule, x, rope, positions, contexts)  # type: ignore[arg-type]
+        drafted = self.norm(x).view(num_seq, num_slots, -1)[:, 1:]
+        return self._heads.lm_head(drafted.reshape(num_seq * num_draft_tokens, -1)).view(
+            num_seq, num_draft_tokens, -1
+        )
+
+    def _draft_layer(
+        self,
+        index: int,
+        layer: Layer,
+        rule: LayerRule,
+        x: torch.Tensor,
+        rope: Rope,
+        positions: torch.Tensor,
+        contexts: Sequence[ContextKV],
+    ) -> torch.Tensor:
+        normed = layer.input_layernorm(x)
+        q, k, v = (
+            rows.view(*positions.shape, *rows.shape[1:]).transpose(1, 2)
+            for rows in (
+                layer.self_attn.queries(normed, rope),
+                layer.self_attn.keys(normed, rope),
+                layer.self_attn.values(normed),
+            )
+        )
+        attended = [
+            _attend_one(q[n], k[n], v[n], context.view(index, rule.window), positions[n], rule)
+            for n, context in enumerate(contexts)
+        ]
+        return layer.finish(x, torch.cat(attended))
+
+    # What both need --------------------------------------------------------------------------------------------------
+
+    def _rope(self, positions: torch.Tensor, dtype: torch.dtype) -> Rope:
+        return Rope(positions, self.config.rope_theta, self.config.head_dim, dtype)
+
+    def _context_kv(
+        self, hidden_RD: torch.Tensor, positions_R: torch.Tensor
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns every layer's context keys and values (R, G, E) from tapped rows."""
+        fused = self.hidden_norm(self.fc(hidden_RD.to(self.fc.weight.dtype)))
+        rope = self._rope(positions_R, fused.dtype)
+        attentions = [layer.self_attn for layer in self.layers]
+        return [a.keys(fused, rope) for a in attentions], [a.values(fused) for a in attentions]  # type: ignore
+
+    # What a trainer needs --------------------------------------------------------------------------------------------
+
+    def forward_blocks(
+        self, documents: Sequence[Blocks], mask_embedding: torch.Tensor, num_slots: int | None = None
+    ) -> torch.Tensor:
+        """Returns normed hidden states (A, K, D) at the drafted slots of all documents' blocks, in order.
+
+        The same function as `inject` of everything before an anchor, then `draft` behind it.
+
+        Args:
+            documents: blocks by document; blocks see their own document's context strictly before their anchor.
+            mask_embedding: (D,) target embedding of the mask token.
+            num_slots: slots per block, at most `block_size`; shorter blocks are the same function only where every
+                layer is causal.
+        """
+        slots = num_slots or self.config.block_size
+        lengths = [d.hidden.shape[0] for d in documents]
+        context_positions = torch.cat([torch.arange(n, device=mask_embedding.device) for n in lengths])
+        keys, values = self._context_kv(torch.cat([d.hidden for d in documents]), context_positions)
+        anchors = torch.cat([d.anchors for d in documents])
+        positions_AS = slot_positions(anchors, slots)
+        x = mask_embedding.expand(len(anchors), slots, -1).clone()
+        x[:, 0] = torch.cat([d.anchor_embeddings for d in documents])
+        x = x.view(len(anchors) * slots, -1)
+        rope = self._rope(positions_AS.flatten(), x.dtype)
+        counts = [len(d.anchors) for d in documents]
+        for i, (layer, rule) in enumerate(zip(self.layers, self.config.layer_rules, strict=True)):
+            normed = layer.input_layernorm(x)  # type: ignore[operator]
+            attention = layer.self_attn
+            q, k, v = attention.queries(normed, rope), attention.keys(normed, rope), attention.values(normed)  # type: ignore
+            blocks = zip(
+                *(rows.view(len(anchors), slots, *rows.shape[1:]).split(counts) for rows in (q, k, v)),
+                keys[i].split(lengths),
+                values[i].split(lengths),
+                positions_AS.split(counts),
+                strict=True,
+            )
+            x = layer.finish(x, torch.cat([_attend_blocks(*block, rule) for block in blocks]))  # type: ignore
+        out: torch.Tensor = self.norm(x).view(len(anchors), slots, -1)[:, 1:]
+        return out
+
+
+def _attend_one(
+    q_HSE: torch.Tensor,
+    k_GSE: torch.Tensor,
+    v_GSE: torch.Tensor,
+    context: tuple[torch.Tensor, torch.Tensor, int],
+    positions_S: torch.Tensor,
+    rule: LayerRule,
+) -> torch.Tensor:
+    """Returns what one sequence's block attends to, (S, H, E)."""
+    context_keys, context_values, first = context
+    keys, values = torch.cat([context_keys, k_GSE], dim=1), torch.cat([context_values, v_GSE], dim=1)
+    mask = None
+    if rule.causal or rule.window is not None:
+        query, anchor = positions_S[:, None], positions_S[0]
+        behind = torch.arange(first, first + context_keys.shape[1], device=q_HSE.device)
+        mask = torch.cat(
+            [
+                attends(query, behind[None], anchor, rule, in_block=False),
+                attends(query, positions_S[None], anchor, rule, in_block=True),
+            ],
+            dim=1,
+        )
+    out = F.scaled_dot_product_attention(q_HSE[None], keys[None], values[None], mask, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _attend_blocks(
+    q_ASHE: torch.Tensor,
+    k_ASGE: torch.Tensor,
+    v_ASGE: torch.Tensor,
+    context_keys_TGE: torch.Tensor,
+    context_values_TGE: torch.Tensor,
+    positions_AS: torch.Tensor,
+    rule: LayerRule,
+) -> torch.Tensor:
+    """Returns what the blocks of one document attend to, (A · S, H, E).
+
+    One softmax over two score matrices, context and own block, so no block pays for the keys of another.
+    """
+    num_anchors, slots, heads, dim = q_ASHE.shape
+    groups, length = k_ASGE.shape[2], context_keys_TGE.shape[0]
+    query, anchor = positions_AS[:, :, None], positions_AS[:, :1, None]
+    behind = torch.arange(length, device=q_ASHE.device)
+    sees_context = attends(query, behind, anchor, rule, in_block=False)
+    sees_block = attends(query, positions_AS[:, None, :], anchor, rule, in_block=True)
+    bias = torch.zeros(num_anchors, slots, length + slots, dtype=q_ASHE.dtype, device=q_ASHE.device)
+    bias.masked_fill_(~torch.cat([sees_context, sees_block], dim=-1), float("-inf"))
+
+    q = q_ASHE.view(num_anchors, slots, groups, heads // groups, dim) * dim**-0.5
+    q_context = q.permute(2, 0, 3, 1, 4).reshape(groups, -1, dim)
+    q_block = q.permute(0, 2, 3, 1, 4).reshape(num_anchors, groups, -1, dim)
+    on_context = torch.bmm(q_context, context_keys_TGE.permute(1, 2, 0))
+    on_block = q_block @ k_ASGE.permute(0, 2, 3, 1)
+    shape = (groups, num_anchors, heads // groups, slots)
+    scores = torch.cat(
+        [on_context.view(*shape, length), on_block.transpose(0, 1).view(*shape, slots)], dim=-1
+    )
+    weights = (scores + bias[:, None]).softmax(dim=-1)
+    from_context, from_block = weights.split([length, slots], dim=-1)
+    attended = torch.bmm(from_context.reshape(groups, -1, length), context_values_TGE.transpose(0, 1)).view(
+        *shape, dim
+    )
+    block_values = v_ASGE.transpose(1, 2)
+    from_block = from_block.transpose(0, 1).reshape(num_anchors, groups, -1, slots) @ block_values
+    attended = attended + from_block.view(num_anchors, groups, *shape[2:], dim).transpose(0, 1)
+    return attended.permute(1, 3, 0, 2, 4).reshape(num_anchors * slots, heads, dim)

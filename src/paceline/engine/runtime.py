@@ -1,0 +1,137 @@
+"""Device, dtype and what the arithmetic of this machine keeps: the only file that says "cuda".
+
+Row invariance is a property of kernels, so it is measured, not assumed: the same tokens are run one at a time and in
+passes of several widths, and the logits are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.core.types import EMPTY_PROPOSAL, Proposal
+from paceline.target.base import Target, VerifyRows
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+CACHE_VARIABLE = "PACELINE_CACHE"
+PROBE_WIDTHS = (2, 3, 5, 8, 16, 32)
+
+
+def choose_device(name: str) -> torch.device:
+    """Returns the device called "auto", "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ConfigError: an unknown name, or a device that is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device: {name!r} is not there ({torch.cuda.device_count()} CUDA devices); hint: cpu")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Returns the dtype called "float32", "bfloat16", "float64", or for "auto" the faster exact one of this machine.
+
+    On a CPU bfloat16 is chosen only where the processor multiplies it (AVX-512 or AMX); elsewhere PyTorch runs it row
+    by row, and a pass over 8 rows costs 8 passes.
+    """
+    if name == "auto":
+        fast_half = device.type == "cuda" or has_fast_bfloat16()
+        return torch.bfloat16 if fast_half else torch.float32
+    if name not in DTYPES:
+        raise ConfigError(f"dtype: expected auto, {', '.join(DTYPES)}; got {name!r}")
+    return DTYPES[name]
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU has bfloat16 matrix products."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def cache_dir() -> Path | None:
+    """Returns the folder named by PACELINE_CACHE, or `None` for the platform's own."""
+    folder = os.environ.get(CACHE_VARIABLE)
+    return Path(folder).expanduser() if folder else None
+
+
+def machine() -> dict[str, object]:
+    """Returns what a stored result must say of the machine it was measured on."""
+    return {
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "processor": _processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "num_threads": torch.get_num_threads(),
+        "fast_bfloat16": has_fast_bfloat16(),
+        "cuda_devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class RowProbe:
+    """Whether a row's logits depend on the rows that travel with it.
+
+    Args:
+        widths: pass widths that were compared with one-row passes.
+        differing: those of them whose logits differ in any bit.
+    """
+
+    widths: tuple[int, ...]
+    differing: tuple[int, ...]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all widths agree bit by bit."""
+        return not self.differing
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        return "bit-exact" if self.is_exact else "equal up to near-ties"
+
+
+def probe_rows(target: Target, widths: Sequence[int] = PROBE_WIDTHS) -> RowProbe:
+    """Returns which pass widths change a row's bits on this machine, in a second or two.
+
+    One long context is built, then the same tokens follow it one by one and in passes of each width.
+    """
+    rng = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, target.spec.vocab_size, (96 + max(widths),), generator=rng).tolist()
+    prompt, rest = ids[:96], ids[96:]
+    session = target.open(len(ids) + 1)
+    try:
+        target.verify([VerifyRows(session, prompt, EMPTY_PROPOSAL, last_row_only=True)])
+        session.keep(range(len(prompt)))
+        wide = {w: target.verify([VerifyRows(session, rest[:1], Proposal.chain(rest[1:w]))])[0] for w in widths}
+        lone = []
+        for token in rest[: max(widths)]:
+            (output,) = target.verify([VerifyRows(session, [token], EMPTY_PROPOSAL)])
+            session.keep([0])
+            lone.append(output.logits)
+    finally:
+        session.close()
+    single = torch.cat(lone)
+    differing = tuple(w for w, output in wide.items() if not torch.equal(output.logits, single[:w]))
+    return RowProbe(tuple(widths), differing)

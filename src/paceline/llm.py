@@ -1,0 +1,199 @@
+"""`LLM`: a target and its drafter, loaded and ready: generate, chat, stream.
+
+The composition root for Python users. Everything here is wiring; the work is in `engine`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Literal, overload
+
+import torch
+
+from paceline.checkpoint.store import DrafterCheckpoint
+from paceline.core.errors import ConfigError, IncompatiblePairError, UnsupportedTargetError
+from paceline.core.types import Completion, Request, SamplingParams, TokenDelta
+from paceline.drafter.config import DrafterConfig
+from paceline.engine.engine import Engine
+from paceline.engine.runtime import cache_dir as chosen_cache_dir
+from paceline.engine.runtime import choose_device, choose_dtype
+from paceline.target.base import Target, TargetSpec
+from paceline.target.native import NativeTarget
+from paceline.target.pull import DEFAULT_TARGET, pull
+from paceline.target.text import IncrementalDecoder, TextCodec
+
+Message = dict[str, str]
+Progress = Callable[[str, int, int | None], None]
+BACKENDS = ("auto", "native", "hf")
+
+
+class LLM:
+    """A target with its drafter.
+
+    Args:
+        target: "smollm2-135m-instruct", a hub id, a local folder, or a GGUF file.
+        drafter: a drafter folder; "auto" takes the one that ships for this target, if any; `None` decodes plainly.
+        device: "auto", "cpu", "cuda", "cuda:N".
+        dtype: "auto", "float32", "bfloat16", "float64".
+        backend: "auto" takes the native runner where it fits, else transformers; or force "native" or "hf".
+        block_size: slots per block, anchor included; `None` takes the drafter's, 1 decodes plainly.
+        max_sequences: most texts that decode together.
+        offline: never touch the network.
+        progress: told (stage, done, total) while files are fetched or converted.
+
+    Raises:
+        ConfigError, DownloadError, CheckpointError, IncompatiblePairError, UnsupportedTargetError: naming the cause.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        target: str | Path = DEFAULT_TARGET,
+        drafter: str | Path | None = "auto",
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        backend: Literal["auto", "native", "hf"] = "auto",
+        block_size: int | None = None,
+        max_sequences: int = 8,
+        offline: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self.device = choose_device(device)
+        self.dtype = choose_dtype(dtype, self.device)
+        self.folder = pull(str(target), cache_dir=chosen_cache_dir(), offline=offline, progress=progress)
+        self.codec = TextCodec.load(self.folder)
+        self.target, self.backend = load_target(
+            self.folder, self.codec, name=str(target), dtype=self.dtype, device=self.device, backend=backend
+        )
+        self.checkpoint = load_drafter(drafter, str(target))
+        self._drafter = None
+        if self.checkpoint is not None:
+            check_pair(self.checkpoint, self.target.spec)
+            self._drafter = self.checkpoint.build(self.dtype, self.device).bind(self.target.heads)
+        self.block_size, self.max_sequences = block_size, max_sequences
+        self.new_engine().close()  # refuses a bad block size or batch now rather than at the first request
+        self._ids = itertools.count()
+
+    def new_engine(self, *, plain: bool = False, max_sequences: int | None = None) -> Engine:
+        """Returns an engine over this pair; `plain` leaves the drafter out."""
+        return Engine(
+            self.target,
+            None if plain else self._drafter,
+            max_sequences=max_sequences or self.max_sequences,
+            block_size=None if plain else self.block_size,
+            new_decoder=lambda: IncrementalDecoder(self.codec),
+        )
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
+    @overload
+    def generate(self, prompts: Sequence[str], params: SamplingParams | None = None) -> list[Completion]: ...
+    def generate(
+        self, prompts: str | Sequence[str], params: SamplingParams | None = None
+    ) -> Completion | list[Completion]:
+        """Returns the continuation of one raw prompt, or of many decoded together, in order."""
+        if isinstance(prompts, str):
+            return self._run([self.codec.encode(prompts)], params)[0]
+        return self._run([self.codec.encode(p) for p in prompts], params)
+
+    def chat(self, messages: str | Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        """Returns the answer to a conversation (or to one user message) through the target's chat template."""
+        return self._run([self.render(messages)], params)[0]
+
+    def stream(
+        self, messages: str | Sequence[Message], params: SamplingParams | None = None, *, plain: bool = False
+    ) -> Iterator[TokenDelta]:
+        """Yields the answer to a conversation as it becomes certain; leaving the loop early cancels the request."""
+        engine = self.new_engine(plain=plain)
+        engine.add(self._request(self.render(messages), params))
+        return _drain(engine)
+
+    def render(self, messages: str | Sequence[Message]) -> list[int]:
+        """Returns the token ids of a conversation in the target's chat template."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self.codec.render_chat(list(messages))
+
+    def _request(self, prompt_ids: Sequence[int], params: SamplingParams | None) -> Request:
+        return Request(f"request-{next(self._ids)}", tuple(prompt_ids), params or SamplingParams())
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: SamplingParams | None) -> list[Completion]:
+        engine = self.new_engine()
+        requests = [self._request(ids, params) for ids in prompts]
+        try:
+            for request in requests:
+                engine.add(request)
+            while engine.has_work:
+                engine.step()
+        finally:
+            engine.close()
+        return [engine.take_completion(r.id) for r in requests]
+
+
+def _drain(engine: Engine) -> Iterator[TokenDelta]:
+    try:
+        while engine.has_work:
+            yield from engine.step()
+    finally:
+        engine.close()
+
+
+def load_target(
+    folder: Path, codec: TextCodec, *, name: str, dtype: torch.dtype, device: torch.device, backend: str = "auto"
+) -> tuple[Target, str]:
+    """Returns the target of a local folder and the backend that runs it."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend: expected one of {BACKENDS}, got {backend!r}")
+    if backend != "hf":
+        try:
+            native = NativeTarget.load(
+                folder,
+                name=name,
+                dtype=dtype,
+                device=device,
+                eos_token_ids=codec.eos_token_ids,
+                tokenizer_digest=codec.digest,
+            )
+            return native, "native"
+        except UnsupportedTargetError:
+            if backend == "native":
+                raise
+    from paceline.target.hf import HFTarget  # transformers takes seconds to import
+
+    return HFTarget.load(folder, name=name, dtype=dtype, device=device), "hf"
+
+
+def shipped_drafter(target: str) -> Path | None:
+    """Returns the folder of the drafter that ships for a target, or `None`."""
+    folder = Path(str(resources.files("paceline"))) / "data" / "drafters" / target
+    return folder if (folder / "config.json").is_file() else None
+
+
+def load_drafter(drafter: str | Path | None, target: str) -> DrafterCheckpoint | None:
+    """Returns the drafter's checkpoint, or `None` for plain decoding (see `LLM`)."""
+    if drafter is None:
+        return None
+    folder = shipped_drafter(target) if drafter == "auto" else Path(drafter).expanduser()
+    return DrafterCheckpoint.load(folder) if folder is not None else None
+
+
+def check_pair(checkpoint: DrafterCheckpoint, spec: TargetSpec) -> None:
+    """Raises `IncompatiblePairError` naming everything in which a drafter and a target do not fit."""
+    config: DrafterConfig = checkpoint.config
+    made_for = checkpoint.provenance.get("tokenizer_digest", "")
+    pairs = [
+        ("hidden_size", config.hidden_size, spec.hidden_size),
+        ("vocab_size", config.vocab_size, spec.vocab_size),
+        ("num_target_layers", config.num_target_layers, spec.num_layers),
+        ("tokenizer digest", made_for or spec.tokenizer_digest, spec.tokenizer_digest or made_for),
+    ]
+    wrong = [f"{name}: drafter {ours}, target {theirs}" for name, ours, theirs in pairs if ours != theirs]
+    if wrong:
+        raise IncompatiblePairError(
+            f"this drafter was not made for {spec.name}: {'; '.join(wrong)}; hint: train one for it, or drafter=None"
+        )
+
+

@@ -1,0 +1,373 @@
+"""A small, fast runner for decoders of the Llama shape (Llama, SmolLM, Mistral and Qwen2/3 without sliding layers).
+
+It exists because a serving-sized step is mostly overhead in general code. Here each layer is six calls: fused
+projections are prepacked once, K/V live in static slots shared by all sequences, only the layers asked for are tapped,
+and the head runs on the rows asked for.
+
+Row invariance: every row of a pass is the same bits whatever rows travel with it, so far as the kernels allow
+(`engine/runtime.py` probes that). Two habits make it so: a lone attention row is computed beside a copy of itself,
+since one-row products take another kernel, and the K/V length that attention sees is a multiple of `KV_PAD`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from paceline.core.errors import CapacityError, CheckpointError, UnsupportedTargetError
+from paceline.core.product import PACK_ROWS, Product, linear
+from paceline.target.base import TargetHeads, TargetOutput, TargetSpec, VerifyRows
+from paceline.target.plan import KV_PAD, Plan, plan_pass, round_up
+from paceline.target.weights import Shape, read_tensors
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer: two norms and four products over fused weights."""
+
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+
+class NativeSession:
+    """A slot of the runner's static K/V."""
+
+    def __init__(self, target: NativeTarget, slot: int, capacity: int) -> None:
+        self._target = target
+        self.slot = slot
+        self.capacity = capacity
+        self.length = 0
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Commits the K/V of `rows` of the last pass (see `TargetSession.keep`)."""
+        if list(rows) != list(range(len(rows))):
+            self._target.move_rows(self.slot, self.length, rows)
+        self.length += len(rows)
+
+    def close(self) -> None:
+        """Gives the slot back."""
+        self._target.release(self.slot)
+        self.slot = -1
+
+
+class NativeTarget:
+    """A Llama-shaped target over fused, prepacked weights and static K/V slots.
+
+    Args:
+        shape: sizes.
+        tensors: weights by their transformers names, any floating dtype; not kept.
+        name: how the user called it.
+        dtype: arithmetic of products and activations; norms and softmax run in float32 (float64 when dtype is).
+        eos_token_ids: ends of text; the config's own where empty.
+        tokenizer_digest: see `TargetSpec`.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        tensors: dict[str, torch.Tensor],
+        *,
+        name: str,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        eos_token_ids: Sequence[int] = (),
+        tokenizer_digest: str = "",
+    ) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
+        self.spec = TargetSpec(
+            name=name,
+            architecture=shape.architecture,
+            hidden_size=shape.hidden_size,
+            num_layers=shape.num_layers,
+            vocab_size=shape.vocab_size,
+            max_positions=shape.max_positions,
+            eos_token_ids=tuple(eos_token_ids) or shape.eos_token_ids,
+            tokenizer_digest=tokenizer_digest,
+        )
+        self._math = torch.float64 if dtype is torch.float64 else torch.float32
+        self._load(tensors)
+        self._taps: tuple[int, ...] = ()
+        self._slots = torch.zeros(0)
+        self._capacity = 0
+        self._cache: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._free: list[int] = []
+        self._rope = _rope_table(shape, KV_PAD, self._math, self.device)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        name: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        eos_token_ids: Sequence[int] = (),
+        tokenizer_digest: str = "",
+    ) -> NativeTarget:
+        """Returns the target stored in a transformers folder of safetensors.
+
+        Raises:
+            UnsupportedTargetError: not of this runner's shape; `hf.py` may do.
+            CheckpointError: files missing or truncated.
+        """
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        shape = Shape.from_config(config)
+        return cls(
+            shape,
+            read_tensors(folder),
+            name=name,
+            dtype=dtype,
+            device=device,
+            eos_token_ids=eos_token_ids,
+            tokenizer_digest=tokenizer_digest,
+        )
+
+    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
+        shape, taken = self.shape, set[str]()
+
+        def take(key: str) -> torch.Tensor:
+            if key not in tensors:
+                raise CheckpointError(f"{self.spec.name}: tensor {key!r} expected, not in the files")
+            taken.add(key)
+            return tensors[key].to(self.device, self.dtype)
+
+        def optional(key: str) -> torch.Tensor | None:
+            return take(key) if key in tensors else None
+
+        def fused(prefix: str, names: tuple[str, ...]) -> Product:
+            weight = torch.cat([take(f"{prefix}.{n}.weight") for n in names])
+            biases = [optional(f"{prefix}.{n}.bias") for n in names]
+            present = [b for b in biases if b is not None]
+            if present and len(present) != len(names):
+                raise CheckpointError(f"{prefix}: biases on some of {names} only")
+            return linear(weight, torch.cat(present) if present else None)
+
+        self.layers: list[Layer] = []
+        for i in range(shape.num_layers):
+            layer = f"model.layers.{i}"
+            self.layers.append(
+                Layer(
+                    input_norm=take(f"{layer}.input_layernorm.weight"),
+                    post_norm=take(f"{layer}.post_attention_layernorm.weight"),
+                    qkv=fused(f"{layer}.self_attn", ("q_proj", "k_proj", "v_proj")),
+                    out=fused(f"{layer}.self_attn", ("o_proj",)),
+                    gate_up=fused(f"{layer}.mlp", ("gate_proj", "up_proj")),
+                    down=fused(f"{layer}.mlp", ("down_proj",)),
+                    q_norm=optional(f"{layer}.self_attn.q_norm.weight"),
+                    k_norm=optional(f"{layer}.self_attn.k_norm.weight"),
+                )
+            )
+        self.norm = take("model.norm.weight")
+        self.embed_weight = take("model.embed_tokens.weight")
+        tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
+        self.head_weight = self.embed_weight if tied else take("lm_head.weight")
+        self._head = linear(self.head_weight)
+        self._min_rows = 1 if _keeps_lone_rows(self._head, self.embed_weight) else 2
+        unknown = sorted(k for k in set(tensors) - taken if not k.endswith("rotary_emb.inv_freq"))
+        if unknown:
+            raise UnsupportedTargetError(
+                f"the native runner knows no tensors {unknown[:4]}; hint: backend='hf'"
+            )
+
+    @property
+    def heads(self) -> TargetHeads:
+        """Embedding and head for a drafter."""
+        return TargetHeads(
+            embed=lambda ids: F.embedding(ids, self.embed_weight),
+            lm_head=lambda x: self._head(x.to(self.dtype)).to(self._math),
+            embed_weight=self.embed_weight,
+            head_weight=self.head_weight,
+        )
+
+    def tap(self, layer_ids: Sequence[int]) -> None:
+        """Asks for the outputs of these decoder layers (0-based), in this order."""
+        for i in layer_ids:
+            if not 0 <= i < self.shape.num_layers:
+                raise UnsupportedTargetError(
+                    f"target layer id {i}: expected 0…{self.shape.num_layers - 1} for {self.spec.name}"
+                )
+        self._taps = tuple(layer_ids)
+
+    # K/V slots ---------------------------------------------------------------------------------------------------
+
+    def open(self, capacity: int) -> NativeSession:
+        """Returns an empty session with room for `capacity` tokens; grows the slots when needed."""
+        if capacity > self.shape.max_positions:
+            raise CapacityError(
+                f"{capacity} tokens asked for, {self.spec.name} has {self.shape.max_positions} positions; "
+                "hint: shorten the prompt or max_new_tokens"
+            )
+        if not self._free or capacity > self._capacity:
+            self._grow(capacity)
+        self._free.sort(reverse=True)
+        return NativeSession(self, self._free.pop(), capacity)
+
+    def release(self, slot: int) -> None:
+        """Frees a slot; -1 is already free."""
+        if slot >= 0:
+            self._free.append(slot)
+
+    def _grow(self, capacity: int) -> None:
+        num_slots = self._cache[0][0].shape[0] if self._cache else 0
+        wanted = num_slots if self._free else max(1, num_slots * 2)
+        if capacity > self._capacity:  # by at least half again, so that growing many times costs little
+            self._capacity = min(max(capacity, self._capacity * 3 // 2), self.shape.max_positions)
+        room = round_up(self._capacity + PACK_ROWS, KV_PAD)
+        shape = (wanted, self.shape.num_kv_heads, room, self.shape.head_dim)
+        cache = []
+        for i in range(self.shape.num_layers):
+            pair = (self._blank(shape), self._blank(shape))
+            if self._cache:
+                for new, old in zip(pair, self._cache[i], strict=True):
+                    new[:num_slots, :, : old.shape[2]] = old
+            cache.append(pair)
+        self._cache = cache
+        self._free.extend(range(num_slots, wanted))
+        if room > self._rope[0].shape[0]:
+            self._rope = _rope_table(self.shape, room, self._math, self.device)
+
+    def _blank(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def move_rows(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """Packs the K/V of the kept `rows` behind `length` (a tree's accepted path)."""
+        source = torch.tensor([length + r for r in rows], device=self.device)
+        for keys, values in self._cache:
+            keys[slot, :, length : length + len(rows)] = keys[slot, :, source]
+            values[slot, :, length : length + len(rows)] = values[slot, :, source]
+
+    # The pass ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def verify(self, batch: Sequence[VerifyRows]) -> list[TargetOutput]:
+        """Runs one pass over all parts (see `Target.verify`).
+
+        Parts are padded to the widest one. Beyond `PACK_ROWS` rows a pass is cut at part boundaries, so
+        that the products see widths whose rows are bitwise those of any other width.
+        """
+        self._check_room(batch)
+        order = sorted(
+            range(len(batch)), key=lambda n: _slot(batch[n])
+        )  # in slot order attention reads in place
+        outputs: dict[int, TargetOutput] = {}
+        for chunk in _split(order, batch, PACK_ROWS if self.dtype is torch.bfloat16 else 1 << 30):
+            outputs.update(zip(chunk, self._run([batch[n] for n in chunk]), strict=True))
+        return [outputs[n] for n in range(len(batch))]
+
+    def _check_room(self, batch: Sequence[VerifyRows]) -> None:
+        for part in batch:
+            session = part.session
+            if session.length + len(part.anchor_tokens) > session.capacity:
+                raise CapacityError(
+                    f"{session.length} + {len(part.anchor_tokens)} tokens do not fit the session's {session.capacity}"
+                )
+
+    def _run(self, batch: Sequence[VerifyRows]) -> list[TargetOutput]:
+        plan = plan_pass(batch, [_slot(part) for part in batch], self.device, self._min_rows)
+        x = F.embedding(plan.tokens, self.embed_weight)
+        num_seq, width = plan.tokens.shape
+        x = x.view(num_seq * width, -1)
+        cos, sin = (table[plan.positions].view(num_seq * width, 1, -1) for table in self._rope)
+        mask = plan.mask(self.dtype, self.shape.num_heads // self.shape.num_kv_heads)
+        tapped: dict[int, torch.Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            x = self._attend(i, layer, x, cos, sin, plan, mask)
+            gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
+            if i in self._taps:
+                tapped[i] = x
+        hidden = torch.cat([tapped[i] for i in self._taps], dim=-1) if self._taps else x[:, :0]
+        return self._finish(batch, plan, x, hidden.view(num_seq, width, -1))
+
+    def _finish(
+        self, batch: Sequence[VerifyRows], plan: Plan, x: torch.Tensor, hidden: torch.Tensor
+    ) -> list[TargetOutput]:
+        width = plan.tokens.shape[1]
+        wanted = [
+            n * width + r
+            for n, part in enumerate(batch)
+            for r in ([part.num_rows - 1] if part.last_row_only else range(part.num_rows))
+        ]
+        rows = x if len(wanted) == x.shape[0] else x[torch.tensor(wanted, device=self.device)]
+        logits = self._head(self._norm(rows, self.norm)).to(self._math)
+        counts = [1 if part.last_row_only else part.num_rows for part in batch]
+        return [
+            TargetOutput(logits=piece, hidden=hidden[n, : part.num_rows])
+            for n, (part, piece) in enumerate(zip(batch, logits.split(counts), strict=True))
+        ]
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.shape.rms_norm_eps)
+
+    def _attend(
+        self,
+        index: int,
+        layer: Layer,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        plan: Plan,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        heads, groups, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
+        num_seq, width = plan.tokens.shape
+        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(num_seq * width, heads + 2 * groups, dim)
+        q, k, v = qkv.split((heads, groups, groups), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        keys, values = self._cache[index]
+        keys[plan.slot_index, :, plan.cache_index] = k.reshape(num_seq, width, groups, dim)
+        values[plan.slot_index, :, plan.cache_index] = v.reshape(num_seq, width, groups, dim)
+        q = q.view(num_seq, width, groups, heads // groups, dim).permute(0, 2, 3, 1, 4)
+        q = q.reshape(num_seq, groups, (heads // groups) * width, dim)
+        attended = F.scaled_dot_product_attention(
+            plan.double(q),
+            keys[plan.slots, :, : plan.kv_length],
+            values[plan.slots, :, : plan.kv_length],
+            mask,
+        )[:, :, : q.shape[2]]
+        attended = attended.view(num_seq, groups, heads // groups, width, dim).permute(0, 3, 1, 2, 4)
+        return x + layer.out(attended.reshape(num_seq * width, heads * dim))
+
+
+def _split(order: list[int], batch: Sequence[VerifyRows], max_rows: int) -> list[list[int]]:
+    step = max(1, max_rows // max(part.num_rows for part in batch))
+    return [order[i : i + step] for i in range(0, len(order), step)]
+
+
+def _rope_table(
+    shape: Shape, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns cos and sin (length, E) of absolute positions, half-split layout."""
+    exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
+    angles = torch.arange(length, dtype=torch.float64)[:, None] / shape.rope_theta**exponent
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-right, left], dim=-1) * sin).to(x.dtype)
+
+
+def _slot(part: VerifyRows) -> int:
+    if not isinstance(part.session, NativeSession) or part.session.slot < 0:
+        raise UnsupportedTargetError(f"expected an open session of the native runner, got {part.session!r}")
+    return part.session.slot
+
+
+def _keeps_lone_rows(product: Product, rows: torch.Tensor) -> bool:
+    """Whether a one-row product gives the bits of the same row in a two-row product. Where not, rows go in pairs."""
+    return torch.equal(product(rows[:1]), product(rows[:2])[:1])
