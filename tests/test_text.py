@@ -152,19 +152,24 @@ def test_what_the_template_refuses_is_the_requests_fault(folder: Path, tmp_path:
 
 def test_a_folder_without_tokenizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(
-        CheckpointError, match=r"tokenizer cannot be loaded.*hint: put the model's tokenizer.json"
-    ):
+    with pytest.raises(CheckpointError, match=r"found no tokenizer; hint: put the model's tokenizer.json"):
         TextCodec.load(tmp_path)
     assert tokenizer_digest(tmp_path) == ""
+    for content in ("{", '{"model": {}}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"its tokenizer cannot be loaded \("):
+            TextCodec.load(tmp_path)
 
 
 def test_ends_of_text_are_the_union_of_what_the_files_say(folder: Path, tmp_path: Path) -> None:
     copy_tokenizer(folder, tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
     (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 5}')
-    assert read_eos_token_ids(tmp_path) == (5, 7)
-    assert TextCodec.load(tmp_path).eos_token_ids == (2, 5, 7)
+    assert read_eos_token_ids(tmp_path) == TextCodec.load(tmp_path).eos_token_ids == (2, 5, 7)
+    copy_tokenizer(folder, tmp_path, eos_token={"content": "<|endoftext|>", "lstrip": False})
+    assert read_eos_token_ids(tmp_path) == (0, 2)
+    (tmp_path / "tokenizer.json").unlink()
+    assert read_eos_token_ids(tmp_path) == (2,)
 
 
 def test_digest_follows_the_ids_and_not_the_spelling(folder: Path, tmp_path: Path) -> None:

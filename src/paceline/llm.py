@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 
@@ -48,7 +48,7 @@ class LLM:
         ConfigError, DownloadError, CheckpointError, IncompatiblePairError, UnsupportedTargetError: naming the cause.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         target: str | Path = DEFAULT_TARGET,
         drafter: str | Path | None = "auto",
@@ -87,17 +87,10 @@ class LLM:
             new_decoder=lambda: IncrementalDecoder(self.codec),
         )
 
-    @overload
-    def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
-    @overload
-    def generate(self, prompts: Sequence[str], params: SamplingParams | None = None) -> list[Completion]: ...
-    def generate(
-        self, prompts: str | Sequence[str], params: SamplingParams | None = None
-    ) -> Completion | list[Completion]:
-        """Returns the continuation of one raw prompt, or of many decoded together, in order."""
-        if isinstance(prompts, str):
-            return self._run([self.codec.encode(prompts)], params)[0]
-        return self._run([self.codec.encode(p) for p in prompts], params)
+    def generate(self, prompts: str | Sequence[str], params: SamplingParams | None = None) -> list[Completion]:
+        """Returns the continuations of raw prompts (no chat template), decoded together, in order."""
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        return self._run([self.codec.encode(text) for text in texts], params)
 
     def chat(self, messages: str | Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """Returns the answer to a conversation (or to one user message) through the target's chat template."""
@@ -142,7 +135,13 @@ def _drain(engine: Engine) -> Iterator[TokenDelta]:
 
 
 def load_target(
-    folder: Path, codec: TextCodec, *, name: str, dtype: torch.dtype, device: torch.device, backend: str = "auto"
+    folder: Path,
+    codec: TextCodec,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str = "auto",
 ) -> tuple[Target, str]:
     """Returns the target of a local folder and the backend that runs it."""
     if backend not in BACKENDS:
@@ -195,5 +194,3 @@ def check_pair(checkpoint: DrafterCheckpoint, spec: TargetSpec) -> None:
         raise IncompatiblePairError(
             f"this drafter was not made for {spec.name}: {'; '.join(wrong)}; hint: train one for it, or drafter=None"
         )
-
-

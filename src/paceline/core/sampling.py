@@ -42,7 +42,10 @@ def choose_tokens(
     """
     if params.temperature == 0.0:
         return logits_RV.argmax(dim=-1)
-    cdf = (logits_RV.double() / params.temperature).softmax(dim=-1).cumsum(dim=-1)
+    below = logits_RV.double() - logits_RV.amax(
+        dim=-1, keepdim=True
+    )  # at a tiny temperature only 0 stays finite
+    cdf = (below / params.temperature).softmax(dim=-1).cumsum(dim=-1)
     draws = torch.tensor(
         [keyed_uniform(seed, p) for p in positions], dtype=torch.float64, device=logits_RV.device
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,7 +19,10 @@ class Context(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses tokens behind an anchor; its guesses can change only the speed."""
+    """Guesses tokens behind an anchor; its guesses can change only the speed.
+
+    `inject` and `draft` are given contexts that the same drafter opened, hence their open type.
+    """
 
     @property
     def block_size(self) -> int:
@@ -32,10 +35,8 @@ class Drafter(Protocol):
     def open(self, capacity: int) -> Context:
         """Returns an empty context with room for `capacity` tokens."""
 
-    def inject(self, contexts: Sequence[Context], hidden: Sequence[torch.Tensor]) -> None:
+    def inject(self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
         """Extends each context by its rows of tapped hidden states (rows, taps · D). Mutates: the contexts."""
 
-    def draft(
-        self, anchors: Sequence[int], contexts: Sequence[Context], num_draft_tokens: int
-    ) -> list[Proposal]:
+    def draft(self, anchors: Sequence[int], contexts: Sequence[Any], num_draft_tokens: int) -> list[Proposal]:
         """Returns one proposal of at most `num_draft_tokens` tokens behind each anchor. Leaves contexts as they are."""

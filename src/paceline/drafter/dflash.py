@@ -283,4 +283,5 @@ def _attend_blocks(
     block_values = v_ASGE.transpose(1, 2)
     from_block = from_block.transpose(0, 1).reshape(num_anchors, groups, -1, slots) @ block_values
     attended = attended + from_block.view(num_anchors, groups, *shape[2:], dim).transpose(0, 1)
-    return attended.permute(1, 3, 0, 2, 4).reshape(num_anchors * slots, heads, dim)
+    out: torch.Tensor = attended.permute(1, 3, 0, 2, 4).reshape(num_anchors * slots, heads, dim)
+    return out

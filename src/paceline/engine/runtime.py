@@ -38,7 +38,9 @@ def choose_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device: {name!r} is not there ({torch.cuda.device_count()} CUDA devices); hint: cpu")
+        raise ConfigError(
+            f"device: {name!r} is not there ({torch.cuda.device_count()} CUDA devices); hint: cpu"
+        )
     return device
 
 
@@ -124,7 +126,9 @@ def probe_rows(target: Target, widths: Sequence[int] = PROBE_WIDTHS) -> RowProbe
     try:
         target.verify([VerifyRows(session, prompt, EMPTY_PROPOSAL, last_row_only=True)])
         session.keep(range(len(prompt)))
-        wide = {w: target.verify([VerifyRows(session, rest[:1], Proposal.chain(rest[1:w]))])[0] for w in widths}
+        wide = {
+            w: target.verify([VerifyRows(session, rest[:1], Proposal.chain(rest[1:w]))])[0] for w in widths
+        }
         lone = []
         for token in rest[: max(widths)]:
             (output,) = target.verify([VerifyRows(session, [token], EMPTY_PROPOSAL)])

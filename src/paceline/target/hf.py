@@ -76,26 +76,43 @@ class HFTarget:
 
     Args:
         model: a causal language model; put into evaluation mode and frozen.
-        spec: sizes and names.
+        name, eos_token_ids, tokenizer_digest: see `TargetSpec`.
 
     Raises:
         UnsupportedTargetError: a state that cannot roll back, named, or decoder layers that cannot be found.
     """
 
-    def __init__(self, model: PreTrainedModel, spec: TargetSpec) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        eos_token_ids: tuple[int, ...] = (),
+        tokenizer_digest: str = "",
+    ) -> None:
         self._model: Any = model.eval().requires_grad_(False)
-        self.spec = spec
-        self._layers = find_decoder_layers(model)
-        self._accepted = frozenset(inspect.signature(model.forward).parameters)
-        self._taps: tuple[int, ...] = ()
-        self._hooks: list[RemovableHandle] = []
-        self._tapped: dict[int, torch.Tensor] = {}
         if getattr(model, "_is_stateful", False):
             raise UnsupportedTargetError(
                 f"{type(model).__name__} keeps a recurrent state, which cannot return to a shorter length once a "
                 "draft is rejected; hint: use a target whose layers are all attention"
             )
-        check(self._new_cache())
+        config: Any = model.config.get_text_config(decoder=True)
+        check(self._new_cache(), getattr(config, "layer_types", None) or ())
+        self._layers = find_decoder_layers(model)
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        self._taps: tuple[int, ...] = ()
+        self._hooks: list[RemovableHandle] = []
+        self._tapped: dict[int, torch.Tensor] = {}
+        self.spec = TargetSpec(
+            name=name,
+            architecture=type(model).__name__,
+            hidden_size=config.hidden_size,
+            num_layers=len(self._layers),
+            vocab_size=self._model.get_input_embeddings().weight.shape[0],
+            max_positions=_max_positions(model, config),
+            eos_token_ids=eos_token_ids,
+            tokenizer_digest=tokenizer_digest,
+        )
 
     @classmethod
     def load(cls, folder: Path, *, name: str, dtype: torch.dtype, device: torch.device) -> HFTarget:
@@ -119,7 +136,12 @@ class HFTarget:
             ) from error
         model, report = loaded
         _check_filled(folder, report)
-        return cls(model.to(device), _spec(model, folder, name))
+        return cls(
+            model.to(device),
+            name=name,
+            eos_token_ids=read_eos_token_ids(folder),
+            tokenizer_digest=tokenizer_digest(folder),
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -209,9 +231,8 @@ class HFTarget:
         session.parents = _parents(part)
         output = self._model(
             input_ids=torch.tensor([tokens], device=self.device),
-            past_key_values=session.cache,
             use_cache=True,
-            **self._geometry(part, session),
+            **self._arguments(part, session),
         )
         tapped = [self._tapped[i][0] for i in self._taps]
         self._tapped.clear()
@@ -229,14 +250,17 @@ class HFTarget:
         if outside:
             raise RequestError(f"token ids: expected 0…{self.spec.vocab_size - 1}, got {outside[0]}")
 
-    def _geometry(self, part: VerifyRows, session: HFSession) -> dict[str, Any]:
-        """Returns the arguments that say where the rows stand and what they see."""
+    def _arguments(self, part: VerifyRows, session: HFSession) -> dict[str, Any]:
+        """Returns the arguments that say where the rows stand, what they see and which logits are wanted."""
         depths = _depths(session.parents)
         wanted = {
+            "cache": session.cache,
             "position_ids": torch.tensor([depths], device=self.device) + session.length,
             "logits_to_keep": 1 if part.last_row_only else 0,
         }
         arguments = {name: value for name, value in wanted.items() if name in self._accepted}
+        if "cache" not in arguments:  # transformers renamed it during version 5
+            arguments["past_key_values"] = session.cache
         if part.proposal.is_chain:
             return arguments
         if "position_ids" not in arguments or any(
@@ -296,19 +320,14 @@ def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-def _spec(model: PreTrainedModel, folder: Path, name: str) -> TargetSpec:
-    config: Any = model.config.get_text_config(decoder=True)
-    embedding: Any = model.get_input_embeddings()
-    return TargetSpec(
-        name=name,
-        architecture=type(model).__name__,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        vocab_size=embedding.weight.shape[0],
-        max_positions=config.max_position_embeddings,
-        eos_token_ids=read_eos_token_ids(folder),
-        tokenizer_digest=tokenizer_digest(folder),
-    )
+def _max_positions(model: PreTrainedModel, config: Any) -> int:
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise UnsupportedTargetError(
+            f"{type(model).__name__}: its config has no max_position_embeddings, so no limit can be kept; "
+            "hint: set it in config.json"
+        )
+    return limit
 
 
 def _check_filled(folder: Path, report: dict[str, Any]) -> None:

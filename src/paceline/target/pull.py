@@ -24,7 +24,10 @@ DEFAULT_TARGET = "smollm2-135m-instruct"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _NOT_OF_THE_HUB = ["*/*", "consolidated*"]  # folders of other formats, and a second copy of all weights
-_HINT = "hint: check the connection and pip's settings, then run again; or pass a local folder or .gguf file"
+_HINT = (
+    "hint: check the connection and pip (`python -m ensurepip` adds a missing one), then run again; "
+    "or pass a local folder or .gguf file"
+)
 
 
 @dataclass(frozen=True, slots=True)

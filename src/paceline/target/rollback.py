@@ -16,18 +16,26 @@ from paceline.core.errors import UnsupportedTargetError
 CROPPABLE = "DynamicLayer"
 """Class name of cache layers that keep every position; compared exactly, since subclasses change the layout."""
 
+ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Layer types whose K/V can be kept for every position."""
 
-def check(cache: Any) -> None:
+
+def check(cache: Any, layer_types: Sequence[str] = ()) -> None:
     """Checks that every layer of a transformers cache can roll back.
 
+    Args:
+        cache: the cache that sessions will use.
+        layer_types: the config's own list, since early transformers 5 gave recurrent layers ordinary cache layers.
+
     Raises:
-        UnsupportedTargetError: naming the classes that cannot.
+        UnsupportedTargetError: naming the classes or types that cannot.
     """
-    others = sorted({type(layer).__name__ for layer in cache.layers} - {CROPPABLE})
+    others = {type(layer).__name__ for layer in cache.layers} - {CROPPABLE}
+    others |= set(layer_types) - ATTENTION
     if others:
         raise UnsupportedTargetError(
-            f"cache layers {', '.join(others)} cannot return to a shorter length once a draft is rejected (only "
-            f"{CROPPABLE} can); hint: use a target whose layers are all attention with their own K/V"
+            f"cache layers {', '.join(sorted(others))} cannot return to a shorter length once a draft "
+            f"is rejected (only {CROPPABLE} can); hint: use a target whose layers are all attention with their own K/V"
         )
 
 

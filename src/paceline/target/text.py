@@ -41,19 +41,15 @@ class TextCodec:
         Raises:
             CheckpointError: no tokenizer there, or one that cannot be read.
         """
+        hint = "hint: put the model's tokenizer.json and tokenizer_config.json there"
+        if not any(folder.glob("tokenizer.*")) and not any(folder.glob("vocab.*")):
+            raise CheckpointError(f"{folder}: expected tokenizer.json, found no tokenizer; {hint}")
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except Exception as error:  # the tokenizers library raises plain Exception on a malformed file
             reason = " ".join(str(error).split())
-            raise CheckpointError(
-                f"{folder}: its tokenizer cannot be loaded ({reason}); hint: put the model's tokenizer.json and "
-                "tokenizer_config.json there"
-            ) from error
-        eos = {
-            *read_eos_token_ids(folder),
-            *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]),
-        }
-        return cls(tokenizer, eos_token_ids=tuple(sorted(eos)), digest=tokenizer_digest(folder))
+            raise CheckpointError(f"{folder}: its tokenizer cannot be loaded ({reason}); {hint}") from error
+        return cls(tokenizer, eos_token_ids=read_eos_token_ids(folder), digest=tokenizer_digest(folder))
 
     @property
     def has_chat_template(self) -> bool:
@@ -126,14 +122,23 @@ def _check_messages(messages: object) -> None:
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Returns the union of the end-of-sequence ids in generation_config.json and config.json, ascending."""
-    ids: set[int] = set()
+    """Returns the union of the end-of-sequence ids that generation_config.json, config.json and the tokenizer name."""
+    ids = _eos_of_tokenizer(folder)
     for name in ("generation_config.json", "config.json"):
-        if not (folder / name).is_file():
-            continue
-        value = read_json(folder / name).get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        if (folder / name).is_file():
+            value = read_json(folder / name).get("eos_token_id")
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
     return tuple(sorted(ids))
+
+
+def _eos_of_tokenizer(folder: Path) -> set[int]:
+    """Returns the id of tokenizer_config.json's `eos_token`, as far as tokenizer.json lists it."""
+    if not (folder / "tokenizer_config.json").is_file() or not (folder / "tokenizer.json").is_file():
+        return set()
+    eos = read_json(folder / "tokenizer_config.json").get("eos_token")
+    content = eos.get("content") if isinstance(eos, dict) else eos  # older files describe the token in full
+    added = read_json(folder / "tokenizer.json").get("added_tokens", ())
+    return {token["id"] for token in added if token["content"] == content}
 
 
 def tokenizer_digest(folder: Path) -> str:

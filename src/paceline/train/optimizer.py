@@ -24,8 +24,8 @@ def orthogonalise(matrix: torch.Tensor, num_steps: int = 5) -> torch.Tensor:
     """Returns nearly the closest semi-orthogonal matrix of each (…, n, m) matrix, in its dtype. Pure."""
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.mT if tall else matrix
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-20)
+    x: torch.Tensor = matrix.mT if tall else matrix
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-20)
     for _ in range(num_steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -62,14 +62,14 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, group)
+                    self._update(param, param.grad, group)
 
-    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if not state:
             state["momentum"] = torch.zeros_like(param)
-        buffer = state["momentum"].lerp_(param.grad, 1 - group["momentum"])
-        direction = param.grad.lerp(buffer, group["momentum"])
+        buffer = state["momentum"].lerp_(grad, 1 - group["momentum"])
+        direction = grad.lerp(buffer, group["momentum"])
         bands = _bands(direction, group["block_rows"])
         update = orthogonalise(bands).reshape_as(param)
         scale = 0.2 * math.sqrt(max(bands.shape[-2:]))

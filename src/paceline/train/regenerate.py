@@ -98,22 +98,23 @@ def _documents(
 ) -> list[Document]:
     recorder = FeatureRecorder(target_layer_ids)
     engine = Engine(target, recorder, max_sequences=settings.num_sequences)
+    by_length = sorted(
+        range(len(part)), key=lambda i: len(part[i].token_ids)
+    )  # neighbours pad each other least
     try:
-        for i, prompt in enumerate(part):
+        for i in by_length:
             params = SamplingParams(
                 max_new_tokens=settings.max_new_tokens,
                 temperature=settings.temperatures[i % len(settings.temperatures)],
                 seed=settings.seed + i,
             )
-            engine.add(Request(str(i), prompt.token_ids, params))
+            engine.add(Request(str(i), part[i].token_ids, params))
         while engine.has_work:
             on_tokens(sum(len(delta.token_ids) for delta in engine.step()))
     finally:
         engine.close()
-    return [
-        _document(engine.take_completion(str(i)), recording)
-        for i, recording in enumerate(recorder.recordings)
-    ]
+    recordings = dict(zip(by_length, recorder.recordings, strict=True))
+    return [_document(engine.take_completion(str(i)), recordings[i]) for i in range(len(part))]
 
 
 def _document(completion: Completion, recording: Recording) -> Document:
