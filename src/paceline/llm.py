@@ -72,7 +72,9 @@ class LLM:
         self._drafter = None
         if self.checkpoint is not None:
             check_pair(self.checkpoint, self.target.spec)
-            self._drafter = self.checkpoint.build(self.dtype, self.device).bind(self.target.heads)
+            self._drafter = self.checkpoint.build(self.dtype, self.device).bind(
+                self.target.heads, self.checkpoint.token_ids
+            )
         self.block_size, self.max_sequences = block_size, max_sequences
         self.new_engine().close()  # refuses a bad block size or batch now rather than at the first request
         self._ids = itertools.count()
@@ -87,7 +89,9 @@ class LLM:
             new_decoder=lambda: IncrementalDecoder(self.codec),
         )
 
-    def generate(self, prompts: str | Sequence[str], params: SamplingParams | None = None) -> list[Completion]:
+    def generate(
+        self, prompts: str | Sequence[str], params: SamplingParams | None = None
+    ) -> list[Completion]:
         """Returns the continuations of raw prompts (no chat template), decoded together, in order."""
         texts = [prompts] if isinstance(prompts, str) else prompts
         return self._run([self.codec.encode(text) for text in texts], params)

@@ -22,6 +22,8 @@ from paceline.drafter.config import DrafterConfig
 from paceline.drafter.dflash import DFlash
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
+VOCABULARY = "draft_vocabulary.safetensors"
+"""Beside z-lab's layout: the token ids worth drafting, so that a reader may cut the head; others use the whole head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,13 @@ class DrafterCheckpoint:
         config: its shape.
         tensors: weights by the names of `zlab.manifest(config)`.
         provenance: where it comes from: recipe, data digest, counts, curve; free-form JSON.
+        token_ids: (V',) int64 tokens worth drafting, ascending; `None` for all.
     """
 
     config: DrafterConfig
     tensors: dict[str, torch.Tensor]
     provenance: dict[str, Any] = field(default_factory=dict)
+    token_ids: torch.Tensor | None = None
 
     @classmethod
     def load(cls, folder: Path) -> DrafterCheckpoint:
@@ -57,7 +61,12 @@ class DrafterCheckpoint:
         tensors = _read(folder / WEIGHTS)
         zlab.check(config, tensors, str(folder / WEIGHTS))
         provenance = folder / PROVENANCE
-        return cls(config, tensors, json.loads(provenance.read_text("utf-8")) if provenance.is_file() else {})
+        return cls(
+            config,
+            tensors,
+            json.loads(provenance.read_text("utf-8")) if provenance.is_file() else {},
+            _read_token_ids(folder / VOCABULARY, config.vocab_size),
+        )
 
     def save(self, folder: Path) -> None:
         """Writes the folder so that a reader sees the old one or the new one, never a mixture.
@@ -73,6 +82,8 @@ class DrafterCheckpoint:
             )
             _write_json(partial / CONFIG, zlab.config_to_json(self.config, self.dtype))
             _write_json(partial / PROVENANCE, self.provenance)
+            if self.token_ids is not None:
+                save_file({"token_ids": self.token_ids.int()}, partial / VOCABULARY)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,10 +97,16 @@ class DrafterCheckpoint:
         return drafter
 
     @classmethod
-    def of(cls, drafter: DFlash, dtype: torch.dtype, provenance: dict[str, Any]) -> DrafterCheckpoint:
+    def of(
+        cls,
+        drafter: DFlash,
+        dtype: torch.dtype,
+        provenance: dict[str, Any],
+        token_ids: torch.Tensor | None = None,
+    ) -> DrafterCheckpoint:
         """Returns a copy of a module's weights in `dtype`."""
         tensors = {k: v.detach().to("cpu", dtype, copy=True) for k, v in drafter.state_dict().items()}
-        return cls(drafter.config, tensors, provenance)
+        return cls(drafter.config, tensors, provenance, token_ids)
 
 
 @contextmanager
@@ -113,6 +130,25 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _read_token_ids(path: Path, vocab_size: int) -> torch.Tensor | None:
+    if not path.exists():
+        return None
+    found = _read(path)
+    ids = found.get("token_ids")
+    if (
+        ids is None
+        or len(found) > 1
+        or ids.ndim != 1
+        or not len(ids)
+        or ids.min() < 0
+        or ids.max() >= vocab_size
+    ):
+        raise CheckpointError(
+            f"{path}: expected one list token_ids within 0…{vocab_size - 1}, got {sorted(found)}"
+        )
+    return ids.long()
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

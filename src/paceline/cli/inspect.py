@@ -85,13 +85,14 @@ def _drafter(folder: Path, pair: str | None, offline: bool) -> dict[str, Any]:
     from paceline.checkpoint.store import DrafterCheckpoint
 
     checkpoint = DrafterCheckpoint.load(folder)
-    tensors = checkpoint.tensors
+    tensors, ids = checkpoint.tensors, checkpoint.token_ids
     found = {
         "kind": "drafter",
         "folder": str(folder),
         "num_parameters": sum(t.numel() for t in tensors.values()),
         "num_bytes": sum(t.numel() * t.element_size() for t in tensors.values()),
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "num_draftable_tokens": checkpoint.config.vocab_size if ids is None else len(ids),
         "config": asdict(checkpoint.config),
         "tensors": {key: list(tensor.shape) for key, tensor in tensors.items()},
         "provenance": checkpoint.provenance,

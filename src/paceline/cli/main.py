@@ -37,19 +37,20 @@ class Commands(TyperGroup):
         except PacelineError as error:
             say_error(str(error))
             raise typer.Exit(1) from error
-        except BrokenPipeError as error:  # the reader has what it wanted
-            sys.stdout = _nowhere()
-            raise typer.Exit(1) from error
         except OSError as error:
-            say_error(in_words(error))
-            sys.stdout = _nowhere()
+            if not isinstance(error, BrokenPipeError):  # else the reader has what it wanted
+                say_error(in_words(error))
+            _drop_undeliverable_output()
             raise typer.Exit(1) from error
         return result
 
 
-def _nowhere() -> TextIOWrapper:
-    """Returns a stream that takes everything, so that the interpreter's last flush cannot fail again."""
-    return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123
+def _drop_undeliverable_output() -> None:
+    """Replaces stdout where it takes nothing any more, so that the interpreter's last flush cannot fail again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123
 
 
 app = typer.Typer(

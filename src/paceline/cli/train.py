@@ -51,6 +51,7 @@ def train(
     from paceline.train.config import TrainConfig
 
     config = TrainConfig.from_toml(recipe, [*(changes or ()), *_overrides(out, data or ())])
+    note(f"training a drafter for {config.target} in {config.out}")
     with Interrupt() as interrupt, watching() as observe:
         from paceline.train.run import train as run
 
@@ -132,6 +133,6 @@ def describe(event: TrainEvent, num_tokens: int) -> str:
     """
     step = event.detail
     if step is None or isinstance(step, int):
-        return f"{num_tokens:,} tokens"
+        return f"{num_tokens:,} tokens" if num_tokens else "found"
     said = f"loss {step.loss:.3f} · {step.blocks_per_s:.1f} blocks/s"
     return said if step.row is None else f"{said} · τ {step.row.acceptance_length:.3f}"

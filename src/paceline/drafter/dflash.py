@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.core.block import LayerRule, attends, slot_positions
+from paceline.core.product import Product, linear
 from paceline.core.types import Proposal
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.context import ContextKV
@@ -41,6 +42,10 @@ class Heads(Protocol):
     @property
     def lm_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Normed hidden states (…, D) → logits (…, V)."""
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The head's matrix (V, D)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,8 @@ class DFlash(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._heads: Heads | None = None
+        self._head: Product | None = None
+        self._token_ids: torch.Tensor | None = None
 
     # What an engine needs --------------------------------------------------------------------------------------------
 
@@ -82,9 +89,16 @@ class DFlash(nn.Module):
         """Tapped decoder layers of the target (0-based outputs)."""
         return self.config.target_layer_ids
 
-    def bind(self, heads: Heads) -> Self:
-        """Borrows the target's embedding and head, and prepacks the weights for inference. Mutates: self."""
-        self._heads = heads
+    def bind(self, heads: Heads, token_ids: torch.Tensor | None = None) -> Self:
+        """Borrows the target's embedding and head, and prepacks the weights for inference. Mutates: self.
+
+        Args:
+            token_ids: (V',) the only tokens to draft, so that the head has V' rows; `None` drafts any token.
+        """
+        self._heads, self._head, self._token_ids = heads, heads.lm_head, None
+        if token_ids is not None:
+            self._token_ids = token_ids.to(heads.head_weight.device, torch.long)
+            self._head = linear(heads.head_weight[self._token_ids])
         for module in self.modules():
             if isinstance(module, Projection):
                 module.freeze()
@@ -114,15 +128,33 @@ class DFlash(nn.Module):
         self, anchors: Sequence[int], contexts: Sequence[ContextKV], num_draft_tokens: int
     ) -> list[Proposal]:
         """Returns a chain of `num_draft_tokens` likeliest tokens behind each anchor. Leaves contexts as they are."""
-        logits_NKV = self.draft_logits(anchors, contexts, num_draft_tokens)
-        return [Proposal.chain(tokens) for tokens in logits_NKV.argmax(dim=-1).tolist()]
+        drafted_NK = self._named(self.draft_logits(anchors, contexts, num_draft_tokens).argmax(dim=-1))
+        return [Proposal.chain(tokens) for tokens in drafted_NK.tolist()]
+
+    @torch.inference_mode()
+    def candidates(
+        self, anchors: Sequence[int], contexts: Sequence[ContextKV], num_draft_tokens: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the `width` likeliest tokens of each slot and their log-probabilities, both (N, K, width)."""
+        log_probs_NKV = self.draft_logits(anchors, contexts, num_draft_tokens).log_softmax(dim=-1)
+        best, ranks = log_probs_NKV.topk(width, dim=-1)
+        return best, self._named(ranks)
+
+    def _named(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the token ids of rows of the head in use."""
+        return rows if self._token_ids is None else self._token_ids[rows]
 
     @torch.inference_mode()
     def draft_logits(
         self, anchors: Sequence[int], contexts: Sequence[ContextKV], num_draft_tokens: int
     ) -> torch.Tensor:
-        """Returns logits (N, K, V) of the block behind each anchor, slot k for the token k places further."""
-        assert self._heads is not None, "bind() the drafter to a target's heads first"
+        """Returns logits (N, K, V) of the block behind each anchor, slot k for the token k places further.
+
+        V counts the tokens that `bind` allowed.
+        """
+        assert self._heads is not None and self._head is not None, (
+            "bind() the drafter to a target's heads first"
+        )
         num_seq, num_slots = len(anchors), num_draft_tokens + 1
         ids = torch.full((num_seq, num_slots), self.config.mask_token_id, device=self.fc.weight.device)
         ids[:, 0] = torch.tensor(anchors, device=ids.device)
@@ -133,9 +165,7 @@ class DFlash(nn.Module):
         for i, (layer, rule) in enumerate(zip(self.layers, self.config.layer_rules, strict=True)):
             x = self._draft_layer(i, layer, rule, x, rope, positions, contexts)  # type: ignore[arg-type]
         drafted = self.norm(x).view(num_seq, num_slots, -1)[:, 1:]
-        return self._heads.lm_head(drafted.reshape(num_seq * num_draft_tokens, -1)).view(
-            num_seq, num_draft_tokens, -1
-        )
+        return self._head(drafted.reshape(num_seq * num_draft_tokens, -1)).view(num_seq, num_draft_tokens, -1)
 
     def _draft_layer(
         self,

@@ -268,9 +268,9 @@ class NativeTarget:
     def _check_room(self, batch: Sequence[VerifyRows]) -> None:
         for part in batch:
             session = part.session
-            if session.length + len(part.anchor_tokens) > session.capacity:
+            if session.length + part.num_rows > session.capacity:
                 raise CapacityError(
-                    f"{session.length} + {len(part.anchor_tokens)} tokens do not fit the session's {session.capacity}"
+                    f"{session.length} + {part.num_rows} rows do not fit the session's {session.capacity}"
                 )
 
     def _run(self, batch: Sequence[VerifyRows]) -> list[TargetOutput]:

@@ -12,7 +12,6 @@ from paceline.target.base import VerifyRows
 
 KV_PAD = 64
 """Attention sees K/V lengths that are multiples of this."""
-"""Attention sees K/V lengths that are multiples of this."""
 
 
 @dataclass(slots=True)

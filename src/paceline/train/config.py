@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -27,6 +28,9 @@ class SourceConfig:
     file: str
     limit: int | None = None
     categories: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _at_least(1, "data.sources", self, "limit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,9 @@ class DataConfig:
     max_prompt_tokens: int = 512
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        _at_least(1, "data", self, "max_prompts", "max_prompt_tokens")
+
 
 @dataclass(frozen=True, slots=True)
 class RegenerateConfig:
@@ -57,6 +64,13 @@ class RegenerateConfig:
     num_sequences: int = 64
     prompts_per_shard: int = 512
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least(1, "regenerate", self, "max_new_tokens", "num_sequences", "prompts_per_shard")
+        if not self.temperatures or not all(0 <= t <= 100 for t in self.temperatures):
+            raise ConfigError(
+                f"regenerate.temperatures: expected numbers in 0…100, got {list(self.temperatures)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +115,7 @@ class OptimConfig:
         held_out_documents: documents never trained on, for τ while it trains.
         eval_every, save_every: steps between evaluations, between checkpoints.
         seed: key of all draws.
-        dtype: of the drafter's arithmetic; optimiser state is float32 always.
+        dtype: of the drafter, its gradients and the optimiser's state: "float32" or "float64".
     """
 
     max_steps: int = 1000
@@ -126,22 +140,19 @@ class OptimConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        positive = (
-            "max_steps",
-            "blocks_per_step",
-            "anchors_per_document",
-            "chunk_blocks",
-            "held_out_documents",
-        )
-        for name in (*positive, "eval_every", "save_every", "lr", "clip_norm", "decay"):
-            if not getattr(self, name) > 0:
+        _at_least(1, "train", self, "max_steps", "blocks_per_step", "anchors_per_document", "chunk_blocks")
+        _at_least(1, "train", self, "held_out_documents", "eval_every", "save_every", "muon_block_rows")
+        _at_least(0, "train", self, "warmup_steps", "decay_steps", "weight_decay")
+        for name in ("lr", "clip_norm", "decay"):
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"train.{name}: expected more than 0, got {getattr(self, name)}")
         if self.loss not in LOSSES:
             raise ConfigError(f"train.loss: expected one of {LOSSES}, got {self.loss!r}")
         if not 0 <= self.dpace_alpha <= 1:
             raise ConfigError(f"train.dpace_alpha: expected 0…1, got {self.dpace_alpha}")
-        if self.dtype not in ("float32", "float64", "bfloat16"):
-            raise ConfigError(f"train.dtype: expected float32, float64 or bfloat16, got {self.dtype!r}")
+        # no bfloat16: the weights are the master copy, and it would lose small steps
+        if self.dtype not in ("float32", "float64"):
+            raise ConfigError(f"train.dtype: expected float32 or float64, got {self.dtype!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,18 +189,33 @@ class TrainConfig:
         config: TrainConfig = _build(cls, raw, "")
         return config
 
+    def with_data(self, files: Sequence[Path]) -> TrainConfig:
+        """Returns the recipe with these prompt files in place of its own sources."""
+        sources = tuple(SourceConfig(str(file)) for file in files)
+        return replace(self, data=replace(self.data, folder=".", sources=sources))
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the recipe as JSON data."""
         return dataclasses.asdict(self)
 
     @property
     def contract(self) -> str:
-        """Digest of everything a resumed run must share with the run it resumes; the length of the run may change."""
+        """Digest of what a resumed run must share with the run it resumes.
+
+        The length of the run may change, and prompts may be added: they come after those that were there.
+        """
         fixed = self.to_dict()
-        del fixed["out"]
+        del fixed["out"], fixed["data"]["max_prompts"]
         for free in ("max_steps", "decay_steps", "eval_every", "save_every"):
             del fixed["train"][free]
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
+
+
+def _at_least(low: int, section: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= low:
+            raise ConfigError(f"{section}.{name}: expected at least {low}, got {value}")
 
 
 def _override(raw: dict[str, Any], override: str) -> None:

@@ -50,10 +50,11 @@ class FeatureRecorder:
         return self.recordings[-1]
 
     def inject(self, contexts: Sequence[Recording], hidden: Sequence[torch.Tensor]) -> None:
-        """Copies each sequence's newly committed rows."""
-        for context, rows in zip(contexts, hidden, strict=True):
-            context.rows.append(rows.to("cpu", self._dtype, copy=True))
-            context.length += rows.shape[0]
+        """Copies each sequence's newly committed rows, in one transfer however many sequences there are."""
+        copied = torch.cat(list(hidden)).to("cpu", self._dtype)
+        for context, rows in zip(contexts, copied.split([len(h) for h in hidden]), strict=True):
+            context.rows.append(rows)
+            context.length += len(rows)
 
     def draft(
         self, anchors: Sequence[int], contexts: Sequence[Recording], num_draft_tokens: int

@@ -43,7 +43,7 @@ class RegenerateSettings:
 def shard_paths(folder: Path, num_prompts: int, settings: RegenerateSettings) -> list[Path]:
     """Returns the paths of all shards of a run, present or not. Pure."""
     count = -(-num_prompts // settings.prompts_per_shard)
-    return [folder / f"features-{i:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    return [folder / f"features-{i:05d}.safetensors" for i in range(count)]
 
 
 def regenerate(

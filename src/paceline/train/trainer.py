@@ -17,8 +17,9 @@ import torch
 
 from paceline.core.acceptance import accepted_prefix
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
+from paceline.drafter.config import DrafterConfig
 from paceline.drafter.dflash import DFlash
-from paceline.train.batch import BlockSampler, Cursor, DraftVocabulary, TrainBatch, generator
+from paceline.train.batch import BlockSampler, Cursor, DraftVocabulary, TrainBatch, draw_anchors, generator
 from paceline.train.config import OptimConfig
 from paceline.train.features import Document
 from paceline.train.losses import BlockLoss, Weigh, block_loss, dpace_weights, exponential_weights
@@ -68,10 +69,14 @@ class Trainer:
         drafter: trained in place; its dtype is the dtype of arithmetic and must be float32 or wider, since it is
             also the master copy.
         embed_weight, head_weight: (V, D) the target's frozen embedding and head.
-        documents: training documents; the last `held_out_documents` are kept out.
+        documents: training documents; the first `held_out_documents` are kept out, so that a resumed run may be
+            given more of them.
         settings: see `OptimConfig`.
         folder: where the state is kept.
         contract: digest that a resumed run must share.
+
+    Attributes:
+        token_ids: the tokens it learns to draft, `None` for all.
     """
 
     def __init__(
@@ -84,21 +89,17 @@ class Trainer:
         folder: Path,
         contract: str = "",
     ) -> None:
-        if len(documents) <= settings.held_out_documents:
-            raise ConfigError(
-                f"{len(documents)} documents leave none to train on after {settings.held_out_documents} held out; "
-                "hint: more prompts, or a smaller train.held_out_documents"
-            )
+        check_fit(settings, drafter.config, len(documents))
         self.drafter, self.settings, self.folder, self.contract = drafter, settings, folder, contract
-        self._check_slots()
         kept_out = settings.held_out_documents
         vocab_size = drafter.config.vocab_size
-        vocabulary = DraftVocabulary.covering(documents, vocab_size, settings.draft_vocab_size)
+        vocabulary = DraftVocabulary.covering(documents[kept_out:], vocab_size, settings.draft_vocab_size)
+        self.token_ids = vocabulary.token_ids if settings.draft_vocab_size is not None else None
         self._head = head_weight[vocabulary.token_ids]
         self._mask_embedding = embed_weight[drafter.config.mask_token_id]
-        self._sampler = self._new_sampler(documents[:-kept_out], embed_weight, vocabulary, settings.seed)
-        held_out = self._new_sampler(documents[-kept_out:], embed_weight, vocabulary, settings.seed + 1)
-        self._held_out = _all_documents(held_out, settings, drafter.config.num_draft_tokens)
+        self._sampler = self._new_sampler(documents[kept_out:], embed_weight, vocabulary)
+        held_out = self._new_sampler(documents[:kept_out], embed_weight, vocabulary)
+        self._held_out = _held_out_batches(held_out, settings, drafter.config.num_draft_tokens)
         self._weigh: Weigh = (
             dpace_weights(settings.dpace_alpha)
             if settings.loss == "dpace"
@@ -115,23 +116,8 @@ class Trainer:
         self.cursor, self.curve = Cursor(), list[CurveRow]()
         self._losses: list[float] = []
 
-    def _check_slots(self) -> None:
-        config, slots = self.drafter.config, self.settings.slots
-        if any(not 2 <= s <= config.block_size for s in slots):
-            raise ConfigError(
-                f"train.slots: expected 2…{config.block_size} (the block size), got {list(slots)}"
-            )
-        if any(s < config.block_size for s in slots) and not all(rule.causal for rule in config.layer_rules):
-            raise ConfigError(
-                "train.slots: shorter blocks train the same function only where every layer is causal"
-            )
-
     def _new_sampler(
-        self,
-        documents: Sequence[Document],
-        embed_weight: torch.Tensor,
-        vocabulary: DraftVocabulary,
-        seed: int,
+        self, documents: Sequence[Document], embed_weight: torch.Tensor, vocabulary: DraftVocabulary
     ) -> BlockSampler:
         return BlockSampler(
             documents,
@@ -139,7 +125,7 @@ class Trainer:
             vocabulary,
             blocks_per_step=self.settings.blocks_per_step,
             anchors_per_document=self.settings.anchors_per_document,
-            seed=seed,
+            seed=self.settings.seed,
         )
 
     # The loop --------------------------------------------------------------------------------------------------------
@@ -251,6 +237,7 @@ class Trainer:
             "num_blocks": self.num_blocks,
             "seconds": self.seconds,
             "cursor": [self.cursor.epoch, self.cursor.index],
+            "num_documents": len(self._sampler.documents),
             "losses": self._losses,
             "curve": [asdict(row) for row in self.curve],
         }
@@ -267,13 +254,13 @@ class Trainer:
 
         Raises:
             CheckpointError: the state is truncated.
-            ConfigError: it belongs to another recipe.
+            ConfigError: it belongs to another recipe, or to more documents.
         """
         path = self.folder / STATE
         if not path.exists():
             return False
-        try:
-            state: dict[str, Any] = torch.load(path, weights_only=True)
+        try:  # on the CPU first: the run may go on with another device
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(
                 f"{path}: not a whole training state ({error}); hint: delete it to begin anew"
@@ -281,6 +268,11 @@ class Trainer:
         if state["contract"] != self.contract:
             raise ConfigError(
                 f"{path}: belongs to another recipe; hint: another `out`, or delete it to begin anew"
+            )
+        if state["num_documents"] > len(self._sampler.documents):
+            raise ConfigError(
+                f"{path}: trained on {state['num_documents']} documents, given {len(self._sampler.documents)}; "
+                "hint: the same data.max_prompts or more"
             )
         self.drafter.load_state_dict(state["drafter"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
@@ -293,11 +285,26 @@ class Trainer:
         return True
 
 
-def _all_documents(sampler: BlockSampler, settings: OptimConfig, num_drafts: int) -> list[TrainBatch]:
-    """Returns batches that hold each document's first draw of anchors once; the same at every evaluation."""
-    batches: list[TrainBatch] = []
-    cursor = Cursor()
-    while cursor.epoch == 0:
-        batch, cursor = sampler.next(cursor, len(batches), num_drafts)
-        batches.append(batch)
-    return batches
+def check_fit(settings: OptimConfig, config: DrafterConfig, num_documents: int) -> None:
+    """Raises `ConfigError` where settings fit neither the drafter nor the number of documents."""
+    if num_documents <= settings.held_out_documents:
+        raise ConfigError(
+            f"{num_documents} documents leave none to train on after {settings.held_out_documents} held out; "
+            "hint: more prompts, or a smaller train.held_out_documents"
+        )
+    slots, size = settings.slots, config.block_size
+    if any(not 2 <= s <= size for s in slots):
+        raise ConfigError(f"train.slots: expected 2…{size} (the block size), got {list(slots)}")
+    if any(s < size for s in slots) and not all(rule.causal for rule in config.layer_rules):
+        raise ConfigError(
+            f"train.slots: expected [{size}] (the block size), got {list(slots)}; shorter blocks are the same "
+            "function only where every layer is causal; hint: drafter.layer_types = ['sliding_attention']"
+        )
+
+
+def _held_out_batches(sampler: BlockSampler, settings: OptimConfig, num_drafts: int) -> list[TrainBatch]:
+    """Returns every document once, at anchors that no evaluation changes."""
+    rng = generator(settings.seed, 2)
+    chosen = [(d, draw_anchors(d, settings.anchors_per_document, rng)) for d in sampler.documents]
+    size = max(1, settings.blocks_per_step // settings.anchors_per_document)
+    return [sampler.assemble(chosen[i : i + size], num_drafts) for i in range(0, len(chosen), size)]
