@@ -1,6 +1,6 @@
 """Plain decoding, DFlash and transformers on held-out prompts, interleaved in one run.
 
-    python benchmarks/decode.py --data DIR [--num-prompts 16] [--max-new-tokens 128] [--out benchmarks/results/decode.json]
+    python benchmarks/decode.py [--data DIR] [--num-prompts 16] [--max-new-tokens 128]
 
 For each prompt, in turn and with the order alternating: plain decoding, DFlash, and (on every fourth prompt)
 transformers' `generate` on the same weights. Batch 1, temperature 0. Rates count tokens after the first one over the
@@ -91,7 +91,9 @@ def complete(llm: LLM, ids: Sequence[int], params: SamplingParams, *, plain: boo
     return engine.take_completion("r")
 
 
-def run_dtype(llm: LLM, folder: Path, arguments: argparse.Namespace, reference: Reference | None) -> list[dict[str, Any]]:
+def run_dtype(
+    llm: LLM, folder: Path, arguments: argparse.Namespace, reference: Reference | None
+) -> list[dict[str, Any]]:
     """Returns the rows of one dtype: one per set, and the total."""
     dtype, total, rows = str(llm.dtype).removeprefix("torch."), Tally(), []
     params = SamplingParams(max_new_tokens=arguments.max_new_tokens)
@@ -170,7 +172,9 @@ def batch_rates(llm: LLM, folder: Path, batches: Sequence[int], max_new_tokens: 
 
 def main() -> None:
     """Runs the benchmark and stores its result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--block-size", type=int)
@@ -194,7 +198,9 @@ def main() -> None:
             result["transformers"] = reference.row()
             result["batch"] = batch_rates(llm, arguments.data, (1, 8, 64), 48)
         result["block_size"] = llm.new_engine().block_size
-        result["drafter"] = {k: llm.checkpoint.provenance.get(k) for k in ("num_blocks", "train_seconds", "held_out")}
+        result["drafter"] = {
+            k: llm.checkpoint.provenance.get(k) for k in ("num_blocks", "train_seconds", "held_out")
+        }
     first = arguments.dtypes[0]
     result = {
         "command": "python benchmarks/decode.py",

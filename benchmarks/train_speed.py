@@ -66,7 +66,9 @@ def drafter() -> DFlash:
 
 def main() -> None:
     """Measures and stores the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--blocks-per-step", type=int, default=192)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/train_speed.json"))

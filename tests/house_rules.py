@@ -211,8 +211,8 @@ def only_cli_prints(source: Source) -> Iterator[str]:
 
 
 def one_file_syncs(source: Source) -> Iterator[str]:
-    """Yields copies from device to host in engine outside engine/step.py."""
-    if source.room != "engine" or source.path == "engine/step.py":
+    """Yields copies from device to host in engine outside the step and the trees it verifies."""
+    if source.room != "engine" or source.path in ("engine/step.py", "engine/tree.py"):
         return
     for node in source.nodes:
         match node:
@@ -256,7 +256,9 @@ def num_parameters(function: FunctionNode) -> int:
 
 
 def _is_command(function: FunctionNode, source: Source) -> bool:
-    """Whether it is a command, whose parameters are the options that a user sees."""
+    """Whether it is a command or `LLM` itself, whose parameters are the options that a user sees."""
+    if source.path == "llm.py" and function.name == "__init__":
+        return True
     decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
     return source.path.startswith("cli/") and any(".command(" in text for text in decorators)
 

@@ -48,6 +48,14 @@ def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     (folder / CONFIG).write_text(json.dumps(raw), encoding="utf-8")
 
 
+def nested(**change: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda raw: raw["dflash_config"].update(change)
+
+
+def top(**change: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda raw: raw.update(change)
+
+
 def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = dict(DrafterCheckpoint.load(folder).tensors)
     edit(tensors)
@@ -143,13 +151,20 @@ def test_both_rope_dialects_are_read(dialect: dict[str, Any], folder: Path) -> N
 
 def test_keys_are_read_at_either_level(folder: Path) -> None:
     def edit(raw: dict[str, Any]) -> None:
-        nested = raw.pop("dflash_config")
-        raw.update(nested)
-        raw["dflash_config"] = {"block_size": 9, "is_causal": True}
+        raw.update(raw.pop("dflash_config"))
+        raw["dflash_config"] = {"block_size": 9}
 
     config = loaded_config(folder, edit)
-    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (9, 60, (0, 1))
-    assert config.is_causal is True, "nested comes first"
+    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (9, 60, (0, 1)), (
+        "nested first"
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_causality_is_read(causal: bool, folder: Path) -> None:
+    assert loaded_config(folder, top(is_causal=causal)).is_causal is causal
+    edit_config(folder, lambda raw: raw.pop("is_causal"))
+    assert loaded_config(folder, nested(causal=causal)).is_causal is causal
 
 
 def test_absent_keys_have_zlabs_defaults(folder: Path) -> None:
@@ -164,14 +179,6 @@ def test_absent_keys_have_zlabs_defaults(folder: Path) -> None:
     assert config.layer_types == (FULL, FULL)
     assert config.target_layer_ids == (1, 3)
     assert config.head_dim == 8
-
-
-def nested(**change: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda raw: raw["dflash_config"].update(change)
-
-
-def top(**change: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda raw: raw.update(change)
 
 
 REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
@@ -200,6 +207,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (top(layer_types=["sliding_attention"] * 2), "sliding_window"),
     (top(num_key_value_heads=3), "num_heads 4 is not a multiple"),
     (top(hidden_size="wide"), "invalid literal"),
+    (top(hidden_size=[32]), CONFIG),
 ]
 
 
@@ -302,6 +310,13 @@ def test_the_manifest_counts() -> None:
     for num_layers in (1, 2, 5):
         config = tiny_drafter(tiny_target(), 4, layer_types=(FULL,) * num_layers).config
         assert len(zlab.manifest(config)) == 11 * num_layers + 3
+
+
+def test_reading_names_and_shapes_fills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To fill meta tensors at random PyTorch loads its compiler, seconds at every start."""
+    config = tiny_drafter(tiny_target(), 4).config
+    monkeypatch.delattr(torch.nn.init, "normal_")
+    assert zlab.manifest(config)["norm.weight"] == (32,)
 
 
 def test_config_errors_are_value_errors() -> None:

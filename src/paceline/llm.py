@@ -171,8 +171,9 @@ def load_target(
 
 def shipped_drafter(target: str) -> Path | None:
     """Returns the folder of the drafter that ships for a target, or `None`."""
-    folder = Path(str(resources.files("paceline"))) / "data" / "drafters" / target
-    return folder if (folder / "config.json").is_file() else None
+    shipped = Path(str(resources.files("paceline"))) / "data" / "drafters"
+    names = [folder.name for folder in shipped.iterdir()] if shipped.is_dir() else []
+    return shipped / target if target in names else None
 
 
 def load_drafter(drafter: str | Path | None, target: str) -> DrafterCheckpoint | None:

@@ -77,13 +77,12 @@ class DrafterCheckpoint:
         """
         zlab.check(self.config, self.tensors, str(folder))
         with replaced_folder(folder) as partial:
-            save_file(
-                {k: v.contiguous() for k, v in self.tensors.items()}, partial / WEIGHTS, {"format": "pt"}
-            )
+            weights = {k: v.contiguous() for k, v in self.tensors.items()}
+            write_tensors(weights, partial / WEIGHTS, {"format": "pt"})
             _write_json(partial / CONFIG, zlab.config_to_json(self.config, self.dtype))
             _write_json(partial / PROVENANCE, self.provenance)
             if self.token_ids is not None:
-                save_file({"token_ids": self.token_ids.int()}, partial / VOCABULARY)
+                write_tensors({"token_ids": self.token_ids.int()}, partial / VOCABULARY)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -126,6 +125,20 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
             os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_tensors(
+    tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Writes a safetensors file.
+
+    Raises:
+        OSError: it cannot be written; the library itself says so in an error of its own.
+    """
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise OSError(f"{path}: could not be written ({error})") from error
 
 
 def _write_json(path: Path, value: object) -> None:

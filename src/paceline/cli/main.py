@@ -50,7 +50,7 @@ def _drop_undeliverable_output() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
 
 
 app = typer.Typer(

@@ -21,7 +21,8 @@ class Projection(nn.Module):
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_out, num_in))
-        nn.init.normal_(self.weight, std=0.02)
+        if not self.weight.is_meta:  # to fill nothing at random, PyTorch would load its compiler for seconds
+            nn.init.normal_(self.weight, std=0.02)
         self._product: Product | None = None
 
     def freeze(self) -> None:

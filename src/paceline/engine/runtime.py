@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,8 +120,8 @@ def probe_rows(target: Target, widths: Sequence[int] = PROBE_WIDTHS) -> RowProbe
 
     One long context is built, then the same tokens follow it one by one and in passes of each width.
     """
-    rng = torch.Generator().manual_seed(7)
-    ids = torch.randint(0, target.spec.vocab_size, (96 + max(widths),), generator=rng).tolist()
+    rng = random.Random(7)
+    ids = [rng.randrange(target.spec.vocab_size) for _ in range(96 + max(widths))]
     prompt, rest = ids[:96], ids[96:]
     session = target.open(len(ids) + 1)
     try:

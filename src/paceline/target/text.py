@@ -92,7 +92,7 @@ class TextCodec:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"{parameter}: half of a surrogate pair at character {error.start}") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the ids, special tokens left out, spaces untouched; broken bytes become U+FFFD."""

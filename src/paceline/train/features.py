@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from paceline.checkpoint.store import write_tensors
 from paceline.core.errors import CheckpointError
 from paceline.core.types import EMPTY_PROPOSAL, Proposal
 
@@ -88,7 +88,7 @@ def write_shard(path: Path, documents: Sequence[Document], metadata: dict[str, o
     }
     partial = path.with_suffix(".partial")
     try:
-        save_file(tensors, partial, metadata={"paceline": json.dumps(metadata)})
+        write_tensors(tensors, partial, {"paceline": json.dumps(metadata)})
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -106,11 +106,12 @@ def read_shard(path: Path) -> tuple[list[Document], dict[str, object]]:
             tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
         sizes = tensors["num_tokens"].tolist()
         ids, hidden = tensors["token_ids"].long().split(sizes), tensors["hidden"].split(sizes)
+        parts = zip(ids, tensors["num_prompt_tokens"].tolist(), hidden, strict=True)
+        documents = [Document(*part) for part in parts]
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: not a whole feature shard ({error}); hint: delete it and run again"
         ) from error
     if not torch.isfinite(tensors["hidden"].sum(dtype=torch.float64)):
         raise CheckpointError(f"{path}: hidden states are not finite; hint: delete it and run again")
-    prompts = tensors["num_prompt_tokens"].tolist()
-    return [Document(i, p, h) for i, p, h in zip(ids, prompts, hidden, strict=True)], metadata
+    return documents, metadata

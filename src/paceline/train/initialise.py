@@ -52,9 +52,8 @@ def initialise(
     noise = torch.randn(drafter.fc.weight.shape, generator=torch.Generator().manual_seed(seed))
     drafter.fc.weight.copy_(0.1 * noise / drafter.fc.weight.shape[1] ** 0.5)
     drafter.fc.weight[:, -width:] += torch.eye(width)
-    norms = [
-        drafter.get_parameter(f"layers.{i}.input_layernorm.weight") for i in range(drafter.config.num_layers)
-    ]
+    layers = range(drafter.config.num_layers)
+    norms: list[torch.Tensor] = [drafter.get_parameter(f"layers.{i}.input_layernorm.weight") for i in layers]
     drafter.hidden_norm.weight.copy_(torch.stack(norms).mean(dim=0))
     for i in range(drafter.config.num_layers):
         for part in ("q", "k"):

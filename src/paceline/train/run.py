@@ -110,7 +110,7 @@ def train(
     describe = _describer(config, spec, prompts, documents)
 
     def on_step(progress: Progress) -> None:
-        if progress.row is not None:
+        if progress.row is not None and progress.step < progress.max_steps:  # the last are written below
             write_outputs(trainer, out, describe)
         observe(TrainEvent("train", progress.step, progress.max_steps, progress))
 

@@ -244,7 +244,7 @@ class Trainer:
         path = self.folder / STATE
         partial = path.with_suffix(".partial")
         try:
-            torch.save(state, partial)
+            _write_state(state, partial)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
@@ -283,6 +283,13 @@ class Trainer:
             CurveRow(**{**row, "slot_accuracy": tuple(row["slot_accuracy"])}) for row in state["curve"]
         ]
         return True
+
+
+def _write_state(state: dict[str, Any], path: Path) -> None:
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # how PyTorch reports a full disk
+        raise OSError(f"{path}: could not be written ({error})") from error
 
 
 def check_fit(settings: OptimConfig, config: DrafterConfig, num_documents: int) -> None:

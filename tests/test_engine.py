@@ -1,0 +1,314 @@
+"""The engine's manners: what it refuses, in which order it admits, what it delivers, and that it gives memory back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.errors import CapacityError, ConfigError, RequestError
+from paceline.core.types import Request, SamplingParams
+from paceline.drafter.base import Drafter
+from paceline.engine.engine import Engine
+from paceline.engine.output import cut
+from paceline.engine.sequence import room
+from paceline.target.native import NativeTarget
+from paceline.testing import (
+    ConstantDrafter,
+    Memory,
+    OracleDrafter,
+    RandomDrafter,
+    plain_texts,
+    run_checked,
+    tiny_drafter,
+    tiny_target,
+    whole,
+)
+
+
+@pytest.fixture
+def target() -> NativeTarget:
+    return tiny_target()
+
+
+def request(name: str, *prompt: int, block_size: int | None = None, **params: Any) -> Request:
+    return Request(
+        name,
+        prompt or (3, 1, 4),
+        SamplingParams(**{"ignore_eos": True, "max_new_tokens": 12} | params),
+        block_size,
+    )
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ((), "prompt: expected at least one token, got none"),
+        ((1, 61), r"prompt: token ids must be in 0…60, got 61"),
+        ((-1,), "got -1"),
+    ],
+)
+def test_prompts_that_make_no_sense(prompt: tuple[int, ...], message: str, target: NativeTarget) -> None:
+    with pytest.raises(RequestError, match=message):
+        Engine(target).add(Request("a", prompt))
+
+
+def test_an_id_is_held_once(target: NativeTarget) -> None:
+    engine = Engine(target, max_sequences=1)
+    engine.add(request("a"))
+    with pytest.raises(RequestError, match="'a' is already waiting or running"):
+        engine.add(request("a"))
+    engine.step()
+    with pytest.raises(RequestError, match="'a' is already waiting or running"):
+        engine.add(request("a"))
+    while engine.has_work:
+        engine.step()
+    engine.add(request("a"))
+    engine.close()
+
+
+def test_what_can_never_fit_is_refused(target: NativeTarget) -> None:
+    engine = Engine(target)
+    engine.add(request("fits", *range(28), max_new_tokens=100))
+    with pytest.raises(
+        CapacityError, match=r"29 \+ max_new_tokens of 100 exceed the 128 positions of tiny; hint"
+    ):
+        engine.add(request("does not", *range(29), max_new_tokens=100))
+    engine.close()
+
+
+@pytest.mark.parametrize("block_size", [0, -1, 5])
+def test_blocks_a_drafter_was_not_made_for(block_size: int, target: NativeTarget) -> None:
+    drafter = ConstantDrafter(4, 7)
+    with pytest.raises(ConfigError, match=rf"block_size: expected 1…4 .*got {block_size}"):
+        Engine(target, drafter, block_size=block_size)
+    with pytest.raises(ConfigError, match=rf"block_size: expected 1…4 .*got {block_size}"):
+        Engine(target, drafter).add(request("a", block_size=block_size))
+    with pytest.raises(ConfigError, match="no drafter is loaded"):
+        Engine(target, block_size=2)
+
+
+def test_at_least_one_sequence(target: NativeTarget) -> None:
+    with pytest.raises(ConfigError, match="max_sequences: expected at least 1, got 0"):
+        Engine(target, max_sequences=0)
+
+
+def test_a_drafter_taps_layers_that_exist(target: NativeTarget) -> None:
+    deep = tiny_drafter(tiny_target(num_layers=5), 4, target_layer_ids=(0, 4))
+    with pytest.raises(Exception, match=r"target layer id 4: expected 0…1 for tiny"):
+        Engine(target, deep)
+
+
+# Admission and delivery ----------------------------------------------------------------------------------------------
+
+
+def test_first_come_first_served(target: NativeTarget) -> None:
+    engine = Engine(target, max_sequences=2)
+    for i, length in enumerate([3, 1, 5, 2]):
+        engine.add(request(str(i), max_new_tokens=length))
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert [delta.request_id for delta in deltas if delta.step is None] == ["0", "1", "2", "3"]
+    assert {delta.step.num_sequences for delta in deltas if delta.step} == {1, 2}
+
+
+def test_requests_may_come_at_any_time(target: NativeTarget) -> None:
+    early, late = request("early", 3, 1, 4, max_new_tokens=9), request("late", 2, 7, max_new_tokens=9)
+    plain = {c.request_id: c.token_ids for c in plain_texts(target, [early, late])}
+    engine = Engine(target, tiny_drafter(target, 4))
+    engine.add(early)
+    engine.step()
+    engine.step()
+    engine.add(late)
+    while engine.has_work:
+        engine.step()
+    assert {name: engine.take_completion(name).token_ids for name in plain} == plain
+
+
+def test_a_completion_is_taken_once(target: NativeTarget) -> None:
+    engine = Engine(target)
+    engine.add(request("a", max_new_tokens=3))
+    with pytest.raises(KeyError):
+        engine.take_completion("a")
+    while engine.has_work:
+        engine.step()
+    assert len(engine.take_completion("a").token_ids) == 3
+    with pytest.raises(KeyError):
+        engine.take_completion("a")
+
+
+def test_a_request_chooses_its_own_block(target: NativeTarget) -> None:
+    made = [request("plain", block_size=1), request("three", block_size=3), request("all")]
+    texts = [whole(completion) for completion in plain_texts(target, made)]
+    engine = Engine(target, OracleDrafter(6, texts[1:]))  # a plain request opens no context
+    completions = run_checked(engine, made)
+    assert {step.num_drafted for step in completions["plain"].steps} == {0}
+    assert max(step.num_drafted for step in completions["three"].steps) == 2
+    assert max(step.num_drafted for step in completions["all"].steps) == 5
+    smaller = run_checked(Engine(target, OracleDrafter(6, texts[2:]), block_size=2), made[2:])
+    assert max(step.num_drafted for step in smaller["all"].steps) == 1
+
+
+def test_deltas_say_which_tokens_were_drafts(target: NativeTarget) -> None:
+    (text,) = plain_texts(target, [request("a", max_new_tokens=9)])
+    engine = Engine(target, OracleDrafter(4, [whole(text) + (5,) * 9]))  # drafts on beyond the end
+    engine.add(request("a", max_new_tokens=9))
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    assert [len(delta.token_ids) for delta in deltas] == [1, 4, 4]
+    assert [delta.num_drafted_tokens for delta in deltas] == [0, 3, 3]
+    assert [delta.finish_reason for delta in deltas] == [None, None, "length"]
+    assert deltas[0].step is None
+    assert [delta.step.position for delta in deltas if delta.step] == [4, 8]
+
+
+class Letters:
+    """A decoder that holds one token back."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        text = self.held + "".join(f"<{i}>" for i in ids)
+        cut_at = text.rfind("<")
+        self.held, given = text[cut_at:], text[:cut_at]
+        return given
+
+    def flush(self) -> str:
+        given, self.held = self.held, ""
+        return given
+
+
+@pytest.mark.parametrize("cancelled_at", [None, 1])
+def test_text_comes_whole_however_it_ends(cancelled_at: int | None, target: NativeTarget) -> None:
+    engine = Engine(target, new_decoder=Letters)
+    engine.add(request("a", max_new_tokens=4))
+    engine.add(request("short", max_new_tokens=1))
+    texts = {"a": "", "short": ""}
+    for number in range(9):
+        if number == cancelled_at:
+            engine.cancel("a")
+        for delta in engine.step():
+            texts[delta.request_id] += delta.text
+    for name in texts:
+        completion = engine.take_completion(name)
+        assert completion.text == "".join(f"<{i}>" for i in completion.token_ids)
+        if completion.finish_reason != "cancelled":
+            assert texts[name] == completion.text
+    assert not engine._decoders
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def all_slots_are_free(target: NativeTarget) -> bool:
+    return sorted(target._free) == list(range(target._cache[0][0].shape[0]))
+
+
+def test_closing_cancels_everything(target: NativeTarget) -> None:
+    engine = Engine(target, tiny_drafter(target, 4), max_sequences=2)
+    for i in range(5):
+        engine.add(request(str(i)))
+    engine.step()
+    assert not all_slots_are_free(target)
+    engine.close()
+    assert not engine.has_work
+    assert all_slots_are_free(target)
+    assert {engine.take_completion(str(i)).finish_reason for i in range(5)} == {"cancelled"}
+
+
+class Broken(ConstantDrafter):
+    """Fails where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(4, 7)
+        self.where = where
+
+    def open(self, capacity: int) -> Memory:
+        self._fail("open")
+        return super().open(capacity)
+
+    def inject(self, contexts: Sequence[Memory], hidden: Sequence[torch.Tensor]) -> None:
+        self._fail("inject")
+        super().inject(contexts, hidden)
+
+    def _fail(self, where: str) -> None:
+        if where == self.where:
+            raise MemoryError(where)
+
+
+@pytest.mark.parametrize("where", ["open", "inject"])
+def test_an_admission_that_fails_gives_its_memory_back(where: str, target: NativeTarget) -> None:
+    drafter: Drafter = Broken(where)
+    engine = Engine(target, drafter)
+    engine.add(request("a"))
+    with pytest.raises(MemoryError, match=where):
+        engine.step()
+    assert all_slots_are_free(target)
+    assert not engine.has_work
+
+
+def test_a_sequence_has_room_for_one_block_beyond_its_end() -> None:
+    assert room(10, 20, 8, 100) == 37
+    assert room(10, 20, 1, 100) == 30
+    assert room(10, 20, 8, 32) == 32
+
+
+# Ends ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "num_delivered", "expected"),
+    [
+        ([5, 6], {}, 0, ([5, 6], None)),
+        ([5, 2, 6], {}, 0, ([5, 2], "stop")),
+        ([5, 2, 6], {"ignore_eos": True}, 0, ([5, 2, 6], None)),
+        ([5, 2, 6], {"ignore_eos": True, "stop_token_ids": (6,)}, 0, ([5, 2, 6], "stop")),
+        ([5, 2, 6], {"stop_token_ids": (5,)}, 0, ([5], "stop")),
+        ([5, 6, 7], {"max_new_tokens": 2}, 0, ([5, 6], "length")),
+        ([5, 6, 7], {"max_new_tokens": 9}, 7, ([5, 6], "length")),
+        ([5, 2], {"max_new_tokens": 2}, 0, ([5, 2], "stop")),  # both at once: the text did end
+        ([2], {"max_new_tokens": 1}, 0, ([2], "stop")),
+    ],
+)
+def test_a_text_is_cut_at_its_end(
+    tokens: list[int], params: dict[str, Any], num_delivered: int, expected: tuple[list[int], str | None]
+) -> None:
+    assert cut(tokens, SamplingParams(**params), num_delivered, (2,)) == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_new_tokens": 0}, r"max_new_tokens: expected an integer in \[1, 1000000\], got 0"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens"),
+        ({"max_new_tokens": True}, "max_new_tokens"),
+        ({"temperature": -0.1}, r"temperature: expected a number in \[0, 100\], got -0.1"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"seed": -1}, "seed: expected an integer"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 1.0}, "seed"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"stop_token_ids": ("a",)}, "stop_token_ids"),
+        ({"ignore_eos": 1}, "ignore_eos: expected true or false, got 1"),
+    ],
+)
+def test_parameters_out_of_range_name_themselves(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**params)
+
+
+def test_unseeded_requests_are_drawn_afresh(target: NativeTarget) -> None:
+    made = [request(str(i), temperature=5.0, max_new_tokens=12) for i in range(2)]
+    completions = run_checked(Engine(target, RandomDrafter(4, 61)), made)
+    assert completions["0"].token_ids != completions["1"].token_ids
