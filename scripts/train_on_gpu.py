@@ -50,7 +50,7 @@ PACKAGES = ("gguf", "platformdirs", "filelock")
 """Pure Python, needed to read the target, and not among what torch and transformers bring everywhere."""
 
 KIT, WEIGHTS, LOG, CURVE = "kit.json", "drafter.json", "log.txt", "curve.csv"
-KIT_PART_BYTES, WEIGHT_PART_BYTES = 60_000_000, 16_000_000
+KIT_PART_BYTES, WEIGHT_PART_BYTES = 50_000_000, 16_000_000
 
 ANSWERS_SHARE = 0.45
 """Share of the time after which no further answers are made."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from paceline.checkpoint import store, zlab
@@ -348,7 +349,7 @@ def test_saving_again_replaces_the_folder(folder: Path) -> None:
 def full_disk_at_weights(patch: pytest.MonkeyPatch) -> None:
     def write_half(tensors: object, path: Path, metadata: object = None) -> None:
         Path(path).write_bytes(b"half a checkpoint")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise SafetensorError("No space left on device")  # the library's own word for it
 
     patch.setattr(store, "save_file", write_half)
 

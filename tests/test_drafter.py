@@ -216,6 +216,26 @@ def test_a_context_is_full_at_its_capacity(target: NativeTarget, hidden: torch.T
     assert context.length == 4
 
 
+# A cut head ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_head_drafts_the_likeliest_of_its_tokens(target: NativeTarget, hidden: torch.Tensor) -> None:
+    drafter = tiny_drafter(target, BLOCK)
+    contexts = contexts_at(drafter, hidden, [5, 12])
+    whole = drafter.draft_logits([1, 2], contexts, BLOCK - 1)
+    kept = torch.tensor([3, 8, 20, 21, 44])
+    drafter.bind(target.heads, kept)
+    assert_same(drafter.draft_logits([1, 2], contexts, BLOCK - 1), whole[..., kept])
+    expected = kept[whole[..., kept].argmax(dim=-1)].tolist()
+    assert [list(p.tokens) for p in drafter.draft([1, 2], contexts, BLOCK - 1)] == expected
+    log_probs, tokens = drafter.candidates([1, 2], contexts, BLOCK - 1, 3)
+    best = whole[..., kept].log_softmax(dim=-1).topk(3, dim=-1)
+    assert_same(log_probs, best.values)
+    assert torch.equal(tokens, kept[best.indices])
+    drafter.bind(target.heads)
+    assert_same(drafter.draft_logits([1, 2], contexts, BLOCK - 1), whole)
+
+
 # What is registered --------------------------------------------------------------------------------------------------
 
 

@@ -312,3 +312,17 @@ def test_unseeded_requests_are_drawn_afresh(target: NativeTarget) -> None:
     made = [request(str(i), temperature=5.0, max_new_tokens=12) for i in range(2)]
     completions = run_checked(Engine(target, RandomDrafter(4, 61)), made)
     assert completions["0"].token_ids != completions["1"].token_ids
+
+
+def test_engines_that_share_a_target_do_not_disturb_each_other() -> None:
+    target = tiny_target(seed=5)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    speculative = Engine(target, tiny_drafter(target, 4))
+    speculative.add(Request("a", (1, 2, 3), params))
+    speculative.step()
+    plain = Engine(target)
+    plain.add(Request("a", (1, 2, 3), params))
+    while speculative.has_work or plain.has_work:
+        plain.step()
+        speculative.step()
+    assert speculative.take_completion("a").token_ids == plain.take_completion("a").token_ids

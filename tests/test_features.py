@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from paceline.checkpoint import store
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.types import EMPTY_PROPOSAL, Request, SamplingParams
 from paceline.target.base import VerifyRows
 from paceline.target.native import NativeTarget
 from paceline.testing import plain_texts, tiny_target
-from paceline.train import features
 from paceline.train.data import Prompt
 from paceline.train.features import Document, FeatureRecorder, read_shard, write_shard
 from paceline.train.regenerate import RegenerateSettings, regenerate
@@ -95,12 +94,15 @@ def test_a_shard_that_does_not_add_up_is_refused(
         read_shard(path)
 
 
-def test_a_full_disk_leaves_no_half_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_a_full_disk_leaves_no_half_shard(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write_half(tensors: object, path: Path, metadata: object = None) -> None:
         Path(path).write_bytes(b"half a shard")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise kind("No space left on device")
 
-    monkeypatch.setattr(features, "save_file", write_half)
+    monkeypatch.setattr(store, "save_file", write_half)
     with pytest.raises(OSError, match="No space left"):
         write_shard(tmp_path / "a.safetensors", some_documents(), {})
     assert list(tmp_path.iterdir()) == []

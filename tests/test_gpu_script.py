@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from paceline.checkpoint.store import DrafterCheckpoint
-from paceline.core.errors import CheckpointError
+from paceline.core.errors import CheckpointError, ConfigError
 from paceline.train.config import TrainConfig
 from tiny_gguf import TOKENS, write_gguf
 
@@ -97,7 +97,8 @@ def test_a_kit_holds_what_the_machine_lacks(base: Path) -> None:
     assert sorted(path.name for path in (kit / "data").iterdir()) == ["first.jsonl", "second.jsonl"]
     assert (kit / "site" / "gguf" / "gguf_reader.py").is_file()
     assert not [path for path in (kit / "site").rglob("*") if path.suffix in (".so", ".pyd", ".pyc")]
-    assert script.main(["prepare", str(kit), "--recipe", str(base / "recipe.toml")]) == 1
+    with pytest.raises(ConfigError, match="expected an empty folder"):
+        script.prepare(kit, base / "recipe.toml", base / "tiny.gguf")
 
 
 def test_a_run_in_time(base: Path) -> None:

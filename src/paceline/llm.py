@@ -16,10 +16,12 @@ import torch
 from paceline.checkpoint.store import DrafterCheckpoint
 from paceline.core.errors import ConfigError, IncompatiblePairError, UnsupportedTargetError
 from paceline.core.types import Completion, Request, SamplingParams, TokenDelta
+from paceline.drafter.base import Drafter
 from paceline.drafter.config import DrafterConfig
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import cache_dir as chosen_cache_dir
 from paceline.engine.runtime import choose_device, choose_dtype
+from paceline.engine.tree import TreeDrafter
 from paceline.target.base import Target, TargetSpec
 from paceline.target.native import NativeTarget
 from paceline.target.pull import DEFAULT_TARGET, pull
@@ -39,7 +41,8 @@ class LLM:
         device: "auto", "cpu", "cuda", "cuda:N".
         dtype: "auto", "float32", "bfloat16", "float64".
         backend: "auto" takes the native runner where it fits, else transformers; or force "native" or "hf".
-        block_size: slots per block, anchor included; `None` takes the drafter's, 1 decodes plainly.
+        block_size: rows of a step, anchor included; `None` takes the drafter's, 1 decodes plainly.
+        tree_nodes: draft trees of so many nodes instead of chains; `None` drafts chains.
         max_sequences: most texts that decode together.
         offline: never touch the network.
         progress: told (stage, done, total) while files are fetched or converted.
@@ -57,6 +60,7 @@ class LLM:
         dtype: str = "auto",
         backend: Literal["auto", "native", "hf"] = "auto",
         block_size: int | None = None,
+        tree_nodes: int | None = None,
         max_sequences: int = 8,
         offline: bool = False,
         progress: Progress | None = None,
@@ -69,12 +73,14 @@ class LLM:
             self.folder, self.codec, name=str(target), dtype=self.dtype, device=self.device, backend=backend
         )
         self.checkpoint = load_drafter(drafter, str(target))
-        self._drafter = None
+        self._drafter: Drafter | None = None
         if self.checkpoint is not None:
             check_pair(self.checkpoint, self.target.spec)
-            self._drafter = self.checkpoint.build(self.dtype, self.device).bind(
-                self.target.heads, self.checkpoint.token_ids
-            )
+            dflash = self.checkpoint.build(self.dtype, self.device)
+            dflash.bind(self.target.heads, self.checkpoint.token_ids)
+            self._drafter = dflash if tree_nodes is None else TreeDrafter(dflash, tree_nodes)
+        elif tree_nodes is not None:
+            raise ConfigError(f"tree_nodes: {tree_nodes} needs a drafter, and none is loaded")
         self.block_size, self.max_sequences = block_size, max_sequences
         self.new_engine().close()  # refuses a bad block size or batch now rather than at the first request
         self._ids = itertools.count()

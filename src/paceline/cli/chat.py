@@ -33,6 +33,7 @@ def chat(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
+    tree_nodes: options.TreeNodes = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     backend: options.Backend = "auto",
@@ -49,7 +50,14 @@ def chat(
     """
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     llm = open_pair(
-        target, drafter, block_size=block_size, device=device, dtype=dtype, backend=backend, offline=offline
+        target,
+        drafter,
+        block_size=block_size,
+        tree_nodes=tree_nodes,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        offline=offline,
     )
     conversation = Conversation(llm, params, system, drafter=drafter, as_json=as_json)
     interactive = sys.stdin.isatty()

@@ -118,6 +118,7 @@ def demo(
     ] = None,
     max_new_tokens: options.MaxNewTokens = 96,
     block_size: options.BlockSize = None,
+    tree_nodes: options.TreeNodes = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     backend: options.Backend = "auto",
@@ -132,7 +133,14 @@ def demo(
     chosen = load_demo_prompts(prompts)
     _require_drafter(target, drafter)
     llm = open_pair(
-        target, drafter, block_size=block_size, device=device, dtype=dtype, backend=backend, offline=offline
+        target,
+        drafter,
+        block_size=block_size,
+        tree_nodes=tree_nodes,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        offline=offline,
     )
     rows = run(llm, chosen, SamplingParams(max_new_tokens=max_new_tokens), live=is_terminal() and not as_json)
     totals, pair = Totals.of(rows), describe(llm, drafter)

@@ -28,6 +28,7 @@ def generate(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = None,
     block_size: options.BlockSize = None,
+    tree_nodes: options.TreeNodes = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     backend: options.Backend = "auto",
@@ -47,7 +48,14 @@ def generate(
     )
     text = read_prompt(prompt)
     llm = open_pair(
-        target, drafter, block_size=block_size, device=device, dtype=dtype, backend=backend, offline=offline
+        target,
+        drafter,
+        block_size=block_size,
+        tree_nodes=tree_nodes,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        offline=offline,
     )
     prompt_ids = llm.codec.encode(text) if raw else llm.render(text)
     transcript = Transcript(llm.codec)

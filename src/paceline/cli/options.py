@@ -30,6 +30,10 @@ Seed = Annotated[
     int | None,
     typer.Option(metavar="N", min=0, max=MAX_SEED, help="Same seed, same text, with any drafter or none."),
 ]
+TreeNodes = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, max=1024, help="Draft trees of N nodes instead of chains."),
+]
 BlockSize = Annotated[
     int | None,
     typer.Option(

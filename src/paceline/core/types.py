@@ -88,6 +88,14 @@ class Proposal:
         return cls(tuple(tokens), tuple(range(len(tokens))))
 
     @property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of every row: 0 for the anchor, then of each node. A row predicts the position after its depth."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
     def is_chain(self) -> bool:
         """Whether each node is the child of the one before it."""
         return self.parents == tuple(range(len(self.tokens)))

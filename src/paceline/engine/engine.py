@@ -43,7 +43,11 @@ class Engine:
         self._new_decoder = new_decoder
         self._decoders: dict[str, TextDecoder] = {}
         self._completions: dict[str, Completion] = {}
-        target.tap(drafter.target_layer_ids if drafter else ())
+        self._tap()
+
+    def _tap(self) -> None:
+        """Asks the target for this engine's layers; another engine may have asked for others since."""
+        self.target.tap(self.drafter.target_layer_ids if self.drafter else ())
 
     def _checked_block_size(self, block_size: int | None) -> int:
         largest = self.drafter.block_size if self.drafter else 1
@@ -105,6 +109,7 @@ class Engine:
 
     def step(self) -> list[TokenDelta]:
         """Admits what fits, advances every running sequence by one block, and returns what became certain."""
+        self._tap()
         deltas = [self._admit() for _ in iter(lambda: self.scheduler.has_room, False)]
         self._retire()
         running = self.scheduler.running
@@ -136,8 +141,8 @@ class Engine:
             seed=secrets.randbelow(MAX_SEED) if request.params.seed is None else request.params.seed,
             block_size=block_size,
             tokens=list(request.prompt_ids),
-            session=self.target.open(capacity),
             context=self.drafter.open(capacity) if self.drafter and block_size > 1 else None,
+            session=self.target.open(capacity),  # last, since it must be closed
         )
         try:
             prefill(sequence, self.target, self.drafter)

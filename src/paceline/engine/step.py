@@ -29,7 +29,7 @@ def prefill(sequence: Sequence, target: Target, drafter: Drafter | None) -> None
         (output,) = target.verify([VerifyRows(sequence.session, piece, EMPTY_PROPOSAL, last_row_only=True)])
         sequence.session.keep(range(len(piece)))
         _inject([sequence], [output.hidden], drafter)
-    (first,) = _said([sequence], [output])
+    (first,) = _said([sequence], [EMPTY_PROPOSAL], [output])
     prompt.append(first[0])
 
 
@@ -43,7 +43,7 @@ def step(sequences: Many[Sequence], target: Target, drafter: Drafter | None) -> 
     drafted = time.perf_counter()
     parts = [VerifyRows(s.session, [s.anchor], p) for s, p in zip(sequences, proposals, strict=True)]
     outputs = target.verify(parts)
-    verdicts = [judge(p, said) for p, said in zip(proposals, _said(sequences, outputs), strict=True)]
+    verdicts = [judge(p, said) for p, said in zip(proposals, _said(sequences, proposals, outputs), strict=True)]
     verified = time.perf_counter()
     _commit(sequences, verdicts, outputs, drafter)
     for sequence, proposal, verdict in zip(sequences, proposals, verdicts, strict=True):
@@ -81,20 +81,17 @@ def _trim(proposal: Proposal, num_nodes: int) -> Proposal:
     return Proposal(proposal.tokens[:num_nodes], proposal.parents[:num_nodes])
 
 
-def _said(sequences: Many[Sequence], outputs: Many[TargetOutput]) -> list[list[int]]:
+def _said(
+    sequences: Many[Sequence], proposals: Many[Proposal], outputs: Many[TargetOutput]
+) -> list[list[int]]:
     """Returns the token the target says at each row, by each request's law. The step's one host sync."""
     chosen = [
-        choose_tokens(o.logits, s.request.params, s.seed, _predicted_positions(s, o))
-        for s, o in zip(sequences, outputs, strict=True)
+        choose_tokens(o.logits, s.request.params, s.seed, [len(s.tokens) + depth for depth in p.depths])
+        for s, p, o in zip(sequences, proposals, outputs, strict=True)
     ]
     counts = [len(c) for c in chosen]
     flat = iter(torch.cat(chosen).tolist())
     return [[next(flat) for _ in range(count)] for count in counts]
-
-
-def _predicted_positions(sequence: Sequence, output: TargetOutput) -> list[int]:
-    start = len(sequence.tokens)
-    return list(range(start, start + output.logits.shape[0]))
 
 
 def _commit(

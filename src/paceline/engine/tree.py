@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ class BlockDrafter(Drafter, Protocol):
     """A drafter that can say which tokens are likely at each slot."""
 
     def candidates(
-        self, anchors: Sequence[int], contexts: Sequence[Context], num_draft_tokens: int, width: int
+        self, anchors: Sequence[int], contexts: Sequence[Any], num_draft_tokens: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the `width` likeliest tokens of each slot and their log-probabilities, both (N, K, width)."""
 
@@ -82,13 +82,11 @@ class TreeDrafter:
         """Returns the inner drafter's context."""
         return self._drafter.open(capacity)
 
-    def inject(self, contexts: Sequence[Context], hidden: Sequence[torch.Tensor]) -> None:
+    def inject(self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
         """Extends each context. Mutates: the contexts."""
         self._drafter.inject(contexts, hidden)
 
-    def draft(
-        self, anchors: Sequence[int], contexts: Sequence[Context], num_draft_tokens: int
-    ) -> list[Proposal]:
+    def draft(self, anchors: Sequence[int], contexts: Sequence[Any], num_draft_tokens: int) -> list[Proposal]:
         """Returns a tree of at most `num_draft_tokens` nodes behind each anchor."""
         depth = self._drafter.block_size - 1
         log_probs, tokens = self._drafter.candidates(anchors, contexts, depth, min(16, num_draft_tokens))

@@ -88,9 +88,9 @@ def _place_tree(part: VerifyRows, depths: torch.Tensor, sees: torch.Tensor) -> N
     """Writes a tree's depths (W,) and ancestor mask (W, W) over those of a chain. Mutates: both."""
     root = len(part.anchor_tokens) - 1
     sees[root + 1 :, root + 1 :] = False
+    depths[root : root + len(part.proposal.depths)] = root + torch.tensor(part.proposal.depths)
     for node, parent in enumerate(part.proposal.parents):
         row, above = root + 1 + node, root + parent
-        depths[row] = depths[above] + 1
         sees[row] = sees[above]
         sees[row, row] = True
 
