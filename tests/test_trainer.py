@@ -203,14 +203,23 @@ def test_a_truncated_state_is_refused(tmp_path: Path, share: float) -> None:
 # Failing -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_leaves_the_state_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("PytorchStreamWriter failed writing file: No space left"),  # PyTorch's way of saying it
+    ],
+)
+def test_a_full_disk_leaves_the_state_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
     trainer = make_trainer(tmp_path)
     trainer.run(*stopping_at(2))
     before = (tmp_path / STATE).read_bytes()
 
     def fill_the_disk(state: object, path: Path) -> None:
         Path(path).write_bytes(b"half a state")
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        raise failure
 
     monkeypatch.setattr(torch, "save", fill_the_disk)
     with pytest.raises(OSError, match="No space left"):

@@ -25,13 +25,22 @@ def path_of(node: int, parents: tuple[int, ...]) -> list[int]:
 
 
 @settings(deadline=None, max_examples=60)
-@given(slots=st.integers(1, 4), width=st.integers(1, 4), num_nodes=st.integers(1, 40), seed=st.integers(0, 10_000))
-def test_the_tree_holds_exactly_the_likeliest_paths(slots: int, width: int, num_nodes: int, seed: int) -> None:
+@given(
+    slots=st.integers(1, 4),
+    width=st.integers(1, 4),
+    num_nodes=st.integers(1, 40),
+    seed=st.integers(0, 10_000),
+)
+def test_the_tree_holds_exactly_the_likeliest_paths(
+    slots: int, width: int, num_nodes: int, seed: int
+) -> None:
     raw = torch.rand(slots, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     log_probs = (raw / raw.sum(dim=1, keepdim=True) * 0.9).log().sort(dim=1, descending=True).values.tolist()
     tokens = [[10 * slot + rank for rank in range(width)] for slot in range(slots)]
     tree = grow(log_probs, tokens, num_nodes)
-    every = [ranks for depth in range(1, slots + 1) for ranks in itertools.product(range(width), repeat=depth)]
+    every = [
+        ranks for depth in range(1, slots + 1) for ranks in itertools.product(range(width), repeat=depth)
+    ]
     best = sorted(every, key=lambda ranks: -sum(log_probs[slot][rank] for slot, rank in enumerate(ranks)))
     expected = {tuple(tokens[slot][rank] for slot, rank in enumerate(ranks)) for ranks in best[:num_nodes]}
     found = [tuple(tree.tokens[n] for n in path_of(node, tree.parents)) for node in range(len(tree.tokens))]

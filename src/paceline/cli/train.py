@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +49,9 @@ def train(
     """
     from paceline.train.config import TrainConfig
 
-    config = TrainConfig.from_toml(recipe, [*(changes or ()), *_overrides(out, data or ())])
+    config = TrainConfig.from_toml(recipe, changes or ())
+    config = config if out is None else replace(config, out=str(out))
+    config = config.with_data(data) if data else config
     note(f"training a drafter for {config.target} in {config.out}")
     with Interrupt() as interrupt, watching() as observe:
         from paceline.train.run import train as run
@@ -70,15 +71,6 @@ def train(
     if result is None or not result.finished:
         say_error(f"interrupted; the same command goes on from what {config.out} holds")
         raise typer.Exit(INTERRUPTED)
-
-
-def _overrides(out: Path | None, data: Sequence[Path]) -> list[str]:
-    """Returns --out and --data as overrides in TOML syntax; prompt files are named from the working folder."""
-    found = [] if out is None else [f"out={json.dumps(str(out))}"]
-    if data:
-        files = ", ".join(f"{{file = {json.dumps(str(path))}}}" for path in data)
-        found += ['data.folder="."', f"data.sources=[{files}]"]
-    return found
 
 
 def _report(result: TrainResult, recipe: dict[str, Any], as_json: bool) -> None:

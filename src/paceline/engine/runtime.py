@@ -17,11 +17,12 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.types import EMPTY_PROPOSAL, Proposal
-from paceline.target.base import Target, VerifyRows
+from paceline.target.base import Target, TargetSession, VerifyRows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 CACHE_VARIABLE = "PACELINE_CACHE"
 PROBE_WIDTHS = (2, 3, 5, 8, 16, 32)
+PROBE_LENGTHS, PROBE_ROWS = (96, 187, 251, 316, 505), 3
 
 
 def choose_device(name: str) -> torch.device:
@@ -116,27 +117,35 @@ class RowProbe:
 
 
 def probe_rows(target: Target, widths: Sequence[int] = PROBE_WIDTHS) -> RowProbe:
-    """Returns which pass widths change a row's bits on this machine, in a second or two.
+    """Returns which pass widths change a row's bits on this machine, in a few seconds.
 
-    One long context is built, then the same tokens follow it one by one and in passes of each width.
+    At several context lengths, some just below a length at which kernels change, the same tokens follow one by one
+    and in passes of each width.
     """
     rng = random.Random(7)
-    ids = [rng.randrange(target.spec.vocab_size) for _ in range(96 + max(widths))]
-    prompt, rest = ids[:96], ids[96:]
-    session = target.open(len(ids) + 1)
+    lengths = [length for length in PROBE_LENGTHS if length + max(widths) < target.spec.max_positions]
+    ids = [rng.randrange(target.spec.vocab_size) for _ in range(max(lengths) + max(widths))]
+    session = target.open(len(ids))
+    differing: set[int] = set()
     try:
-        target.verify([VerifyRows(session, prompt, EMPTY_PROPOSAL, last_row_only=True)])
-        session.keep(range(len(prompt)))
-        wide = {
-            w: target.verify([VerifyRows(session, rest[:1], Proposal.chain(rest[1:w]))])[0] for w in widths
-        }
-        lone = []
-        for token in rest[: max(widths)]:
-            (output,) = target.verify([VerifyRows(session, [token], EMPTY_PROPOSAL)])
-            session.keep([0])
-            lone.append(output.logits)
+        for length in lengths:
+            piece = ids[session.length : length]
+            target.verify([VerifyRows(session, piece, EMPTY_PROPOSAL, last_row_only=True)])
+            session.keep(range(len(piece)))
+            differing |= _differing(target, session, ids[length:], widths)
     finally:
         session.close()
+    return RowProbe(tuple(widths), tuple(sorted(differing)))
+
+
+def _differing(target: Target, session: TargetSession, ids: Sequence[int], widths: Sequence[int]) -> set[int]:
+    """Returns the widths whose first rows differ from one-row passes behind the session. Mutates: the session."""
+    parts = {w: VerifyRows(session, ids[:1], Proposal.chain(list(ids[1:w]))) for w in widths}
+    wide = {w: target.verify([part])[0].logits[:PROBE_ROWS] for w, part in parts.items()}
+    lone = []
+    for token in ids[:PROBE_ROWS]:
+        (output,) = target.verify([VerifyRows(session, [token], EMPTY_PROPOSAL)])
+        session.keep([0])
+        lone.append(output.logits)
     single = torch.cat(lone)
-    differing = tuple(w for w, output in wide.items() if not torch.equal(output.logits, single[:w]))
-    return RowProbe(tuple(widths), differing)
+    return {w for w, logits in wide.items() if not torch.equal(logits, single[: logits.shape[0]])}

@@ -43,7 +43,9 @@ def step(sequences: Many[Sequence], target: Target, drafter: Drafter | None) -> 
     drafted = time.perf_counter()
     parts = [VerifyRows(s.session, [s.anchor], p) for s, p in zip(sequences, proposals, strict=True)]
     outputs = target.verify(parts)
-    verdicts = [judge(p, said) for p, said in zip(proposals, _said(sequences, proposals, outputs), strict=True)]
+    verdicts = [
+        judge(p, said) for p, said in zip(proposals, _said(sequences, proposals, outputs), strict=True)
+    ]
     verified = time.perf_counter()
     _commit(sequences, verdicts, outputs, drafter)
     for sequence, proposal, verdict in zip(sequences, proposals, verdicts, strict=True):

@@ -6,7 +6,7 @@ and the head runs on the rows asked for.
 
 Row invariance: every row of a pass is the same bits whatever rows travel with it, so far as the kernels allow
 (`engine/runtime.py` probes that). Two habits make it so: a lone attention row is computed beside a copy of itself,
-since one-row products take another kernel, and the K/V length that attention sees is a multiple of `KV_PAD`.
+since one-row products take another kernel, and the K/V lengths that attention sees are those of `padded_length`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from paceline.core.errors import CapacityError, CheckpointError, UnsupportedTargetError
 from paceline.core.product import PACK_ROWS, Product, linear
 from paceline.target.base import TargetHeads, TargetOutput, TargetSpec, VerifyRows
-from paceline.target.plan import KV_PAD, Plan, plan_pass, round_up
+from paceline.target.plan import KV_PAD, Plan, padded_length, plan_pass
 from paceline.target.weights import Shape, read_tensors
 
 
@@ -173,6 +173,8 @@ class NativeTarget:
         tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
         self.head_weight = self.embed_weight if tied else take("lm_head.weight")
         self._head = linear(self.head_weight)
+        on_cpu = self.device.type == "cpu"
+        self._max_rows = PACK_ROWS if on_cpu and self.dtype is torch.bfloat16 else 1 << 30
         self._min_rows = 1 if _keeps_lone_rows(self._head, self.embed_weight) else 2
         unknown = sorted(k for k in set(tensors) - taken if not k.endswith("rotary_emb.inv_freq"))
         if unknown:
@@ -223,7 +225,7 @@ class NativeTarget:
         wanted = num_slots if self._free else max(1, num_slots * 2)
         if capacity > self._capacity:  # by at least half again, so that growing many times costs little
             self._capacity = min(max(capacity, self._capacity * 3 // 2), self.shape.max_positions)
-        room = round_up(self._capacity + PACK_ROWS, KV_PAD)
+        room = padded_length(self._capacity + PACK_ROWS)
         shape = (wanted, self.shape.num_kv_heads, room, self.shape.head_dim)
         cache = []
         for i in range(self.shape.num_layers):
@@ -261,7 +263,7 @@ class NativeTarget:
             range(len(batch)), key=lambda n: _slot(batch[n])
         )  # in slot order attention reads in place
         outputs: dict[int, TargetOutput] = {}
-        for chunk in _split(order, batch, PACK_ROWS if self.dtype is torch.bfloat16 else 1 << 30):
+        for chunk in _split(order, batch, self._max_rows):
             outputs.update(zip(chunk, self._run([batch[n] for n in chunk]), strict=True))
         return [outputs[n] for n in range(len(batch))]
 

