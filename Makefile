@@ -8,8 +8,6 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Idle OpenMP threads sleep instead of spinning, so that runs beside other work stay fast; the number of threads is free.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-BENCHMARKS := $(filter-out benchmarks/readme_tables.py,$(wildcard benchmarks/*.py))
-
 .PHONY: help env dev demo test lint bench tables clean
 
 help:
@@ -50,9 +48,11 @@ lint: dev
 test: lint
 	$(BIN)/pytest
 
+# bfloat16 is compared for its tokens only: many processors have no matrix products for it.
 bench: dev
-	@test -n '$(BENCHMARKS)' || { echo 'no benchmarks in benchmarks/'; exit 1; }
-	set -e; for file in $(BENCHMARKS); do echo "$$file"; $(BIN)/python $$file; done
+	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/decode.py --dtype bfloat16 --only-tokens
+	$(BIN)/python benchmarks/train_speed.py
 	$(BIN)/python benchmarks/readme_tables.py
 
 tables: env

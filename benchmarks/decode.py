@@ -1,16 +1,18 @@
-"""Plain decoding, DFlash and transformers on held-out prompts, interleaved in one run.
+"""Plain decoding, DFlash as chains and as trees, and transformers, on held-out prompts, interleaved in one run.
 
     python benchmarks/decode.py [--data DIR] [--num-prompts 16] [--max-new-tokens 128]
 
-For each prompt, in turn and with the order alternating: plain decoding, DFlash, and (on every fourth prompt)
-transformers' `generate` on the same weights. Batch 1, temperature 0. Rates count tokens after the first one over the
-seconds after the first one. A second pass in bfloat16 compares token ids only where bfloat16 is emulated.
+For each prompt, in an order that alternates: plain decoding, DFlash with chains, DFlash with trees of as many nodes,
+and (on every fourth prompt) transformers' `generate` on the same weights. Batch 1, temperature 0. Rates count tokens
+after the first one over the seconds after the first one; the ratio is plain seconds over DFlash seconds for the same
+tokens. `--dtype bfloat16 --only-tokens` compares tokens where bfloat16 has no matrix products of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ import torch
 
 from paceline.core.acceptance import acceptance_length, survival
 from paceline.core.types import Completion, Request, SamplingParams, StepRecord
+from paceline.engine.engine import Engine
 from paceline.engine.runtime import machine, probe_rows
 from paceline.llm import LLM
 
@@ -82,9 +85,8 @@ def load_prompts(folder: Path, name: str, count: int) -> list[str]:
     return [row["turns"][0] for row in rows[::stride][:count]]
 
 
-def complete(llm: LLM, ids: Sequence[int], params: SamplingParams, *, plain: bool) -> Completion:
+def complete(engine: Engine, ids: Sequence[int], params: SamplingParams) -> Completion:
     """Decodes one prompt."""
-    engine = llm.new_engine(plain=plain, max_sequences=1)
     engine.add(Request("r", tuple(ids), params))
     while engine.has_work:
         engine.step()
@@ -92,33 +94,43 @@ def complete(llm: LLM, ids: Sequence[int], params: SamplingParams, *, plain: boo
 
 
 def run_dtype(
-    llm: LLM, folder: Path, arguments: argparse.Namespace, reference: Reference | None
-) -> list[dict[str, Any]]:
-    """Returns the rows of one dtype: one per set, and the total."""
-    dtype, total, rows = str(llm.dtype).removeprefix("torch."), Tally(), []
+    llm: LLM, arguments: argparse.Namespace, nodes: int, reference: Reference | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the rows of one dtype, by set and kind of draft, and the totals by kind of draft."""
+    dtype, rows = str(llm.dtype).removeprefix("torch."), []
+    engines = {
+        "plain": lambda: llm.new_engine(plain=True, max_sequences=1),
+        "chain": lambda: llm.new_engine(max_sequences=1),
+        "tree": lambda: llm.new_engine(tree_nodes=nodes, max_sequences=1),
+    }
+    totals = {"chain": Tally(), "tree": Tally()}
     params = SamplingParams(max_new_tokens=arguments.max_new_tokens)
     for name in SETS:
-        tally = Tally()
-        for i, prompt in enumerate(load_prompts(folder, name, arguments.num_prompts)):
-            ids, done = llm.render(prompt), {}
-            for plain in (True, False) if i % 2 == 0 else (False, True):
-                done[plain] = complete(llm, ids, params, plain=plain)
-            tally.add(done[True], done[False])
+        tallies = {"chain": Tally(), "tree": Tally()}
+        for i, prompt in enumerate(load_prompts(arguments.data, name, arguments.num_prompts)):
+            ids, order = llm.render(prompt), list(engines)
+            order = order[i % 3 :] + order[: i % 3]
+            done = {kind: complete(engines[kind](), ids, params) for kind in order}
+            for kind, tally in tallies.items():
+                tally.add(done["plain"], done[kind])
             if reference is not None and i % 4 == 0:
-                reference.add(ids, done[True])
-        rows.append(tally.row(name, dtype))
-        total.merge(tally)
-        print(json.dumps(rows[-1]), flush=True)
-    return [*rows, total.row("total", dtype)]
+                reference.add(ids, done["plain"])
+        for kind, tally in tallies.items():
+            rows.append({"drafts": f"{kind} of {nodes}", **tally.row(name, dtype)})
+            totals[kind].merge(tally)
+            print(json.dumps(rows[-1]), flush=True)
+    return rows, [
+        {"drafts": f"{kind} of {nodes}", **tally.row("all", dtype)} for kind, tally in totals.items()
+    ]
 
 
 class Reference:
     """transformers' `generate` on the same weights and prompts."""
 
-    def __init__(self, folder: Path, max_new_tokens: int) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, max_new_tokens: int) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self._max_new_tokens = max_new_tokens
         self.num_tokens, self.seconds, self.own_s, self.num_identical, self.num_prompts = 0, 0.0, 0.0, 0, 0
 
@@ -177,44 +189,39 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--drafter", default="auto")
-    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--block-size", type=int, help="rows of a step; the drafter's own if not given")
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.json"))
+    parser.add_argument("--only-tokens", action="store_true", help="leave transformers and batches out")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    rows, totals, probes = [], {}, {}
-    result: dict[str, Any] = {}
-    for dtype in arguments.dtypes:
-        llm = LLM(drafter=arguments.drafter, dtype=dtype, block_size=arguments.block_size)
-        if llm.checkpoint is None:
-            raise SystemExit("no drafter; hint: --drafter FOLDER")
-        complete(llm, llm.render("Say hello."), SamplingParams(max_new_tokens=8), plain=False)
-        reference = Reference(llm.folder, arguments.max_new_tokens) if dtype == "float32" else None
-        *sets, totals[dtype] = run_dtype(llm, arguments.data, arguments, reference)
-        rows += sets
-        probes[dtype] = probe_rows(llm.target).verdict
-        if reference is not None:
-            result["transformers"] = reference.row()
-            result["batch"] = batch_rates(llm, arguments.data, (1, 8, 64), 48)
-        result["block_size"] = llm.new_engine().block_size
-        result["drafter"] = {
-            k: llm.checkpoint.provenance.get(k) for k in ("num_blocks", "train_seconds", "held_out")
-        }
-    first = arguments.dtypes[0]
-    result = {
-        "command": "python benchmarks/decode.py",
+    llm = LLM(drafter=arguments.drafter, dtype=arguments.dtype, block_size=arguments.block_size)
+    if llm.checkpoint is None:
+        raise SystemExit("no drafter; hint: --drafter FOLDER")
+    block_size = llm.new_engine().block_size
+    for plain in (True, False):  # warm up
+        complete(llm.new_engine(plain=plain), llm.render("Say hello."), SamplingParams(max_new_tokens=16))
+    whole = not arguments.only_tokens
+    reference = Reference(llm.folder, llm.dtype, arguments.max_new_tokens) if whole else None
+    rows, totals = run_dtype(llm, arguments, block_size - 1, reference)
+    result: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
         "environment": machine(),
         "max_new_tokens": arguments.max_new_tokens,
-        "row_invariance": probes,
-        **result,
+        "block_size": block_size,
+        "row_invariance": probe_rows(llm.target).verdict,
+        "drafter": {k: llm.checkpoint.provenance.get(k) for k in ("num_steps", "num_blocks", "held_out")},
         "rows": rows,
         "totals": totals,
-        "total": totals[first],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if reference is not None:
+        result["transformers"] = reference.row()
+        result["batch"] = batch_rates(llm, arguments.data, (1, 8, 64), 48)
+    out = arguments.out or Path(f"benchmarks/results/decode_{arguments.dtype}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(totals, indent=1))
 
 

@@ -22,9 +22,10 @@ _BLOCK = re.compile(r"(<!-- begin:generated (\S+) -->\n)(.*?)(<!-- end:generated
 _MARKER = re.compile(r"<!-- (?:begin|end):generated")
 
 _HEADER = (
-    "| prompts | dtype | same tokens | acceptance length τ | plain tok/s | DFlash tok/s | ratio |\n"
+    "| prompts | drafts | same tokens | acceptance length τ | plain tok/s | DFlash tok/s | ratio |\n"
     "|---|---|---:|---:|---:|---:|---:|"
 )
+_ENVIRONMENT = ("processor", "num_threads", "torch")
 
 
 class BlockError(ValueError):
@@ -32,24 +33,35 @@ class BlockError(ValueError):
 
 
 def decode_block(results: Path) -> str:
-    """Returns the table of `decode.json` in `results`, or a sentence that says nothing was measured yet.
+    """Returns the table of `decode_float32.json` and what belongs under it, or a sentence that nothing was measured.
 
     Raises:
-        BlockError: the file is not the shape that benchmarks/README.md describes.
+        BlockError: a file is not the shape that benchmarks/README.md describes.
     """
-    path = results / "decode.json"
+    path = results / "decode_float32.json"
     if not path.exists():
-        return f"Not measured yet: `make bench` writes `benchmarks/results/{path.name}`, and this table from it.\n"
+        return (
+            "Not measured yet: `make bench` measures, and `make tables` writes this table from the results.\n"
+        )
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = _load(path)
         rows = [_decode_row(row) for row in result["rows"]]
-        total = _decode_row({**result["total"], "set": "**all**"})
-        source = _source_line(result)
+        totals = [_decode_row({**row, "set": "**all**"}) for row in result["totals"]]
+        notes = [
+            _source_line(result, path),
+            *_half_line(results / "decode_bfloat16.json"),
+            *_other_lines(result),
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise BlockError(
             f"{path}: expected the shape in benchmarks/README.md, got {error!r}; run `make bench` again"
         ) from error
-    return "\n".join([_HEADER, *rows, total, "", source, ""])
+    return "\n".join([_HEADER, *rows, *totals, "", *notes, ""])
+
+
+def _load(path: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
 
 
 def _decode_row(row: dict[str, Any]) -> str:
@@ -57,7 +69,7 @@ def _decode_row(row: dict[str, Any]) -> str:
         raise ValueError(f"{row['set']}: identical is {row['identical']}, but the counts say otherwise")
     cells = (
         row["set"],
-        row["dtype"],
+        row["drafts"],
         f"{row['num_identical']} of {row['num_prompts']}",
         f"{row['acceptance_length']:.2f}",
         f"{row['plain_tokens_per_s']:.1f}",
@@ -67,9 +79,38 @@ def _decode_row(row: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _source_line(result: dict[str, Any]) -> str:
-    where = ", ".join(f"{name} {value}" for name, value in result["environment"].items())
-    return f"Measured {result['date']} by `{result['command']}` on {where}; stored in `benchmarks/results/decode.json`."
+def _source_line(result: dict[str, Any], path: Path) -> str:
+    where = ", ".join(f"{name} {result['environment'][name]}" for name in _ENVIRONMENT)
+    return (
+        f"Greedy, batch 1, {result['max_new_tokens']} new tokens, float32, logits of wide and narrow passes "
+        f"{result['row_invariance']}. Measured {result['date']} by `{result['command']}` on {where}; stored in "
+        f"`benchmarks/results/{path.name}`."
+    )
+
+
+def _half_line(path: Path) -> list[str]:
+    """Returns a sentence on bfloat16, where it was measured."""
+    if not path.exists():
+        return []
+    result = _load(path)
+    counts = [f"{r['num_identical']} of {r['num_prompts']} ({r['drafts']})" for r in result["totals"]]
+    return [
+        f"In bfloat16 the tokens are the same for {' and '.join(counts)} prompts, logits {result['row_invariance']}; "
+        f"τ {result['totals'][0]['acceptance_length']:.2f}, ratio {result['totals'][0]['ratio']:.2f}× "
+        f"(`benchmarks/results/{path.name}`)."
+    ]
+
+
+def _other_lines(result: dict[str, Any]) -> list[str]:
+    """Returns sentences on transformers and on batches, where they were measured."""
+    if "transformers" not in result:
+        return []
+    other, batch = result["transformers"], {row["batch"]: row["tokens_per_s"] for row in result["batch"]}
+    narrow, wide = min(batch), max(batch)
+    return [
+        f"Plain decoding itself is {other['ratio']:.2f}× as fast as transformers' `generate` on the same weights, and "
+        f"{batch[wide] / batch[narrow]:.1f}× as many tokens per second at batch {wide} as at batch {narrow}."
+    ]
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {"decode": decode_block}

@@ -165,7 +165,7 @@ def _row(name: str, num_identical: int = 2, **changes: object) -> dict[str, obje
     row: dict[str, object] = {
         "set": name,
         "num_prompts": 2,
-        "dtype": "float32",
+        "drafts": "chain of 7",
         "identical": num_identical == 2,
         "num_identical": num_identical,
         "acceptance_length": 2.345,
@@ -176,15 +176,18 @@ def _row(name: str, num_identical: int = 2, **changes: object) -> dict[str, obje
     return row | changes
 
 
-def _store(folder: Path, *rows: dict[str, object]) -> None:
+def _store(folder: Path, *rows: dict[str, object], name: str = "decode_float32", **more: object) -> None:
     result = {
         "command": "make bench",
         "date": "2026-01-02",
-        "environment": {"cpu": "one", "threads": 2},
+        "environment": {"processor": "one", "num_threads": 2, "torch": "2"},
+        "max_new_tokens": 128,
+        "row_invariance": "bit-exact",
         "rows": rows,
-        "total": _row("total"),
+        "totals": [_row("all")],
+        **more,
     }
-    (folder / "decode.json").write_text(json.dumps(result), encoding="utf-8")
+    (folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 BLOCK = "a\n<!-- begin:generated decode -->\nold\n<!-- end:generated decode -->\nb\n"
@@ -194,12 +197,23 @@ def test_table_is_written_from_the_result(tmp_path: Path) -> None:
     _store(tmp_path, _row("maths"), _row("chat", num_identical=1))
     written = render(BLOCK, tmp_path)
     assert "old" not in written
-    assert "| maths | float32 | 2 of 2 | 2.35 | 10.0 | 19.0 | 1.89× |\n" in written
-    assert "| chat | float32 | 1 of 2 | " in written
-    assert "| **all** | float32 | 2 of 2 | " in written
-    assert "Measured 2026-01-02 by `make bench` on cpu one, threads 2;" in written
+    assert "| maths | chain of 7 | 2 of 2 | 2.35 | 10.0 | 19.0 | 1.89× |\n" in written
+    assert "| chat | chain of 7 | 1 of 2 | " in written
+    assert "| **all** | chain of 7 | 2 of 2 | " in written
+    assert "Measured 2026-01-02 by `make bench` on processor one, num_threads 2, torch 2;" in written
+    assert "bfloat16" not in written and "transformers" not in written
     assert written.startswith("a\n") and written.endswith("-->\nb\n")
     assert render(written, tmp_path) == written
+
+
+def test_other_results_follow_the_table_where_they_exist(tmp_path: Path) -> None:
+    batch = [{"batch": 1, "tokens_per_s": 10.0}, {"batch": 64, "tokens_per_s": 75.0}]
+    _store(tmp_path, _row("maths"), transformers={"ratio": 1.5}, batch=batch)
+    _store(tmp_path, name="decode_bfloat16", totals=[_row("all", num_identical=1)])
+    written = render(BLOCK, tmp_path)
+    assert "In bfloat16 the tokens are the same for 1 of 2 (chain of 7) prompts, logits bit-exact;" in written
+    assert "1.50× as fast as transformers" in written
+    assert "7.5× as many tokens per second at batch 64 as at batch 1." in written
 
 
 def test_missing_result_is_said_and_not_invented(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from paceline.core.acceptance import acceptance_length
 from paceline.core.types import Completion, Request, SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import probe_rows
-from paceline.engine.tree import TreeDrafter
 from paceline.llm import LLM, shipped_drafter
 
 pytestmark = pytest.mark.slow
@@ -72,7 +71,7 @@ def test_dflash_is_lossless_and_guesses_well_in_float32() -> None:
     plain = decode(llm.new_engine(plain=True, max_sequences=1), ids, GREEDY)
     chain = decode(llm.new_engine(max_sequences=1), ids, GREEDY)
     batch = decode(llm.new_engine(max_sequences=3), ids, GREEDY)
-    tree = decode(Engine(llm.target, TreeDrafter(llm._drafter, 9), max_sequences=2), ids, GREEDY)  # type: ignore[arg-type]
+    tree = decode(llm.new_engine(tree_nodes=9, max_sequences=2), ids, GREEDY)
     assert tokens(plain) == tokens(chain) == tokens(batch) == tokens(tree)
     tau = [acceptance_length([s for c in run for s in c.steps]) or 0.0 for run in (plain, chain, batch, tree)]
     assert tau[0] == 1.0 and 1.3 < tau[1] == tau[2] < tau[3]

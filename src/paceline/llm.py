@@ -18,6 +18,7 @@ from paceline.core.errors import ConfigError, IncompatiblePairError, Unsupported
 from paceline.core.types import Completion, Request, SamplingParams, TokenDelta
 from paceline.drafter.base import Drafter
 from paceline.drafter.config import DrafterConfig
+from paceline.drafter.dflash import DFlash
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import cache_dir as chosen_cache_dir
 from paceline.engine.runtime import choose_device, choose_dtype
@@ -73,27 +74,33 @@ class LLM:
             self.folder, self.codec, name=str(target), dtype=self.dtype, device=self.device, backend=backend
         )
         self.checkpoint = load_drafter(drafter, str(target))
-        self._drafter: Drafter | None = None
+        self.dflash: DFlash | None = None
         if self.checkpoint is not None:
             check_pair(self.checkpoint, self.target.spec)
-            dflash = self.checkpoint.build(self.dtype, self.device)
-            dflash.bind(self.target.heads, self.checkpoint.token_ids)
-            self._drafter = dflash if tree_nodes is None else TreeDrafter(dflash, tree_nodes)
-        elif tree_nodes is not None:
-            raise ConfigError(f"tree_nodes: {tree_nodes} needs a drafter, and none is loaded")
-        self.block_size, self.max_sequences = block_size, max_sequences
+            self.dflash = self.checkpoint.build(self.dtype, self.device)
+            self.dflash.bind(self.target.heads, self.checkpoint.token_ids)
+        self.block_size, self.tree_nodes, self.max_sequences = block_size, tree_nodes, max_sequences
         self.new_engine().close()  # refuses a bad block size or batch now rather than at the first request
         self._ids = itertools.count()
 
-    def new_engine(self, *, plain: bool = False, max_sequences: int | None = None) -> Engine:
-        """Returns an engine over this pair; `plain` leaves the drafter out."""
+    def new_engine(
+        self, *, plain: bool = False, tree_nodes: int | None = None, max_sequences: int | None = None
+    ) -> Engine:
+        """Returns an engine over this pair; `plain` leaves the drafter out, the rest stands in for `LLM`'s own."""
         return Engine(
             self.target,
-            None if plain else self._drafter,
+            None if plain else self._drafter(tree_nodes or self.tree_nodes),
             max_sequences=max_sequences or self.max_sequences,
             block_size=None if plain else self.block_size,
             new_decoder=lambda: IncrementalDecoder(self.codec),
         )
+
+    def _drafter(self, tree_nodes: int | None) -> Drafter | None:
+        if tree_nodes is None:
+            return self.dflash
+        if self.dflash is None:
+            raise ConfigError(f"tree_nodes: {tree_nodes} needs a drafter, and none is loaded")
+        return TreeDrafter(self.dflash, tree_nodes)
 
     def generate(
         self, prompts: str | Sequence[str], params: SamplingParams | None = None
