@@ -267,22 +267,57 @@ def test_it_obeys_the_protocol(target: NativeTarget) -> None:
 # Row invariance ------------------------------------------------------------------------------------------------------
 
 
+def differing_rows(model: NativeTarget, length: int) -> list[tuple[int, int]]:
+    """Returns (width, row) of every row that has other bits in a pass of 2 to 32 rows than in a pass of its own."""
+    ids = [(11 * i * i + 3 * i) % VOCAB for i in range(length + 32)]
+    session, text = prefilled(model, ids[:length], length + 32), ids[length:]
+    wide = {
+        width: model.verify([VerifyRows(session, text[:1], Proposal.chain(text[1:width]))])[0].logits
+        for width in range(2, 33)
+    }
+    differing = []
+    for row, token in enumerate(text):
+        (lone,) = model.verify([VerifyRows(session, [token], EMPTY_PROPOSAL)])
+        session.keep([0])
+        differing += [(w, row) for w in wide if row < w and not torch.equal(wide[w][row], lone.logits[0])]
+    session.close()
+    return sorted(differing)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (9, 3, 64), (6, 6, 16), (8, 1, 8)])
 def test_float32_rows_keep_their_bits_on_this_cpu(heads: int, kv_heads: int, head_dim: int) -> None:
     """A row's logits are the same bits in passes of 1 to 32 rows, so near-ties cannot flip.
 
-    Heads that share K/V run as rows of one product, so how many rows a product has depends on the model too.
+    Heads that share K/V run as rows of one product, so how many rows a product has depends on the model too; and
+    products split their sums by length, so the lengths lie just below such places.
     """
     shape = replace(
-        tiny_shape(hidden_size=heads * head_dim, max_positions=192),
+        tiny_shape(hidden_size=heads * head_dim, max_positions=384),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
     )
     model = NativeTarget(shape, tiny_tensors(shape), name="tiny", dtype=torch.float32)
-    probe = probe_rows(model, widths=range(1, 33))
-    assert probe.is_exact, f"these widths differ from one-row passes: {probe.differing}"
-    assert probe.verdict == "bit-exact"
+    for length in (40, 251, 316):
+        assert differing_rows(model, length) == [], f"(width, row) behind {length} tokens"
+
+
+def test_the_probe_finds_rows_that_depend_on_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target(max_positions=192, dtype=torch.float32)
+    assert probe_rows(model).verdict == "bit-exact"
+    verify = model.verify
+
+    def rounds_wide_passes_otherwise(batch: Sequence[VerifyRows]) -> list[TargetOutput]:
+        (output,) = verify(batch)
+        if batch[0].num_rows != 8:
+            return [output]
+        return [replace(output, logits=torch.cat([output.logits[:7], output.logits[7:] * (1 + 1e-6)]))]
+
+    monkeypatch.setattr(model, "verify", rounds_wide_passes_otherwise)
+    probe = probe_rows(model)
+    assert probe.differing == (8,), "the last row of eight differs, and no other"
+    assert not probe.is_exact
+    assert probe.verdict == "equal up to near-ties"
 
 
 def test_float32_rows_keep_their_bits_in_a_batch_and_in_a_tree() -> None:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
+from paceline.core import sampling
 from paceline.core.sampling import choose_tokens, keyed_uniform
 from paceline.core.types import EMPTY_PROPOSAL, Proposal, Request, SamplingParams
 from paceline.engine.engine import Engine
@@ -150,6 +151,16 @@ def test_an_impossible_token_is_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).expand(2000, -1)
     tokens = choose_tokens(logits, SamplingParams(temperature=1.0), 5, range(2000)).tolist()
     assert set(tokens) == {1, 3}
+
+
+@pytest.mark.parametrize(("draw", "token"), [(0.0, 1), (0.25, 2), (0.5, 4), (0.75, 5), (1 - 2**-53, 5)])
+def test_a_draw_on_an_edge_belongs_to_the_token_above(
+    draw: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four tokens share the unit interval; impossible ones, at the front too, have nothing of it."""
+    monkeypatch.setattr(sampling, "keyed_uniform", lambda seed, position: draw)
+    logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf, 0.0, 0.0]])
+    assert choose_tokens(logits, SamplingParams(temperature=1.0), 0, [0]).tolist() == [token]
 
 
 def test_rows_are_drawn_one_by_one() -> None:

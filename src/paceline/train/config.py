@@ -198,14 +198,20 @@ class TrainConfig:
         """Returns the recipe as JSON data."""
         return dataclasses.asdict(self)
 
+    def portable(self) -> dict[str, Any]:
+        """Returns the recipe as JSON data without the folders of this machine."""
+        recipe = self.to_dict()
+        del recipe["out"], recipe["data"]["folder"]
+        return recipe
+
     @property
     def contract(self) -> str:
         """Digest of what a resumed run must share with the run it resumes.
 
         The length of the run may change, and prompts may be added: they come after those that were there.
         """
-        fixed = self.to_dict()
-        del fixed["out"], fixed["data"]["max_prompts"]
+        fixed = self.portable()
+        del fixed["data"]["max_prompts"]
         for free in ("max_steps", "decay_steps", "eval_every", "save_every"):
             del fixed["train"][free]
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()

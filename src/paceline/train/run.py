@@ -264,7 +264,7 @@ def _describer(
         return {
             "target": spec.name,
             "tokenizer_digest": spec.tokenizer_digest,
-            "recipe": config.to_dict(),
+            "recipe": config.portable(),
             "data": data,
             "num_steps": trainer.step,
             "num_blocks": trainer.num_blocks,
