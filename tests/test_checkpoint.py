@@ -205,7 +205,16 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (nested(target_layer_ids=[0, 3]), "target_layer_ids: expected ascending layers in 0…2"),
     (nested(target_layer_ids=[1, 0]), "target_layer_ids"),
     (top(layer_types=["full_attention"]), "layer_types: expected 2"),
-    (top(layer_types=["sliding_attention"] * 2), "sliding_window"),
+    (
+        top(layer_types=["sliding_attention"] * 2, use_sliding_window=True),
+        "sliding_window: sliding layers need a window",
+    ),
+    (
+        nested(selector_rank=256, swa_window_size=9),
+        r"dflash_config: \['selector_rank', 'swa_window_size'\] are not known",
+    ),
+    (top(layer_types=None, use_sliding_window=True), "layer_types: expected beside use_sliding_window"),
+    (top(layer_types=["sliding_attention"] * 2, sliding_window=8), "use_sliding_window: expected true"),
     (top(num_key_value_heads=3), "num_heads 4 is not a multiple"),
     (top(hidden_size="wide"), "invalid literal"),
     (top(hidden_size=[32]), CONFIG),

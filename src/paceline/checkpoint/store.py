@@ -55,8 +55,8 @@ class DrafterCheckpoint:
                 f"{folder}: expected a drafter folder with {CONFIG} and {WEIGHTS}; found none"
             )
         try:
-            config = zlab.config_from_json(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
-        except (ConfigError, ValueError) as error:
+            config = zlab.config_from_json(_read_json(folder / CONFIG))
+        except (ConfigError, ValueError, TypeError) as error:
             raise CheckpointError(f"{folder / CONFIG}: {error}") from error
         tensors = _read(folder / WEIGHTS)
         zlab.check(config, tensors, str(folder / WEIGHTS))
@@ -64,7 +64,7 @@ class DrafterCheckpoint:
         return cls(
             config,
             tensors,
-            json.loads(provenance.read_text("utf-8")) if provenance.is_file() else {},
+            _read_json(provenance) if provenance.is_file() else {},
             _read_token_ids(folder / VOCABULARY, config.vocab_size),
         )
 
@@ -116,15 +116,23 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     partial.chmod(0o755)
     try:
         yield partial
-        if folder.exists():
-            retired = partial.with_name(partial.name + ".old")
-            os.replace(folder, retired)
-            os.replace(partial, folder)
-            shutil.rmtree(retired)
-        else:
-            os.replace(partial, folder)
+        _replace(folder, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _replace(folder: Path, partial: Path) -> None:
+    """Puts `partial` in the place of `folder`, whose old content returns if that fails."""
+    retired = partial.with_name(partial.name + ".old")
+    if folder.exists():
+        os.replace(folder, retired)
+    try:
+        os.replace(partial, folder)
+    except OSError:
+        if retired.exists():
+            os.replace(retired, folder)
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def write_tensors(
@@ -143,6 +151,16 @@ def write_tensors(
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error}); hint: copy it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
 
 
 def _read_token_ids(path: Path, vocab_size: int) -> torch.Tensor | None:

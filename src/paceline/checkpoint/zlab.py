@@ -28,6 +28,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": (None, "silu"),
 }
 """Keys that change the function, with the values this reader implements."""
+_NESTED = {"block_size", "causal", "mask_token_id", "num_target_layers", "target_layer_ids", *_NEUTRAL}
+"""Keys of `dflash_config` that this reader knows."""
 
 
 def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
@@ -54,6 +56,15 @@ def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
     for key, implemented in _NEUTRAL.items():
         if get(key) not in implemented:
             raise ConfigError(f"{key}: {get(key)!r} is not implemented; expected one of {implemented}")
+    if unknown := sorted(set(nested) - _NESTED):
+        raise ConfigError(f"dflash_config: {unknown} are not known, so what they ask for would be ignored")
+    layer_types, slides = tuple(get("layer_types") or ()), bool(get("use_sliding_window", False))
+    if slides and not layer_types:
+        raise ConfigError("layer_types: expected beside use_sliding_window, found none; hint: write them out")
+    if SLIDING in layer_types and not slides:
+        raise ConfigError(
+            f"use_sliding_window: expected true beside {SLIDING!r}; without it there is no window"
+        )
     num_layers, depth = int(need("num_hidden_layers")), int(need("num_target_layers"))
     taps = get("target_layer_ids")
     causal = get("causal", raw.get("is_causal"))
@@ -69,7 +80,7 @@ def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
         target_layer_ids=tuple(taps) if taps else default_target_layer_ids(depth, num_layers),
         num_target_layers=depth,
         mask_token_id=int(need("mask_token_id")),
-        layer_types=tuple(get("layer_types") or ()),
+        layer_types=layer_types,
         sliding_window=get("sliding_window"),
         is_causal=causal,
         rope_theta=_rope_theta(raw),

@@ -21,7 +21,7 @@ from paceline.target.base import Target, TargetSession, VerifyRows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 CACHE_VARIABLE = "PACELINE_CACHE"
-PROBE_WIDTHS = (2, 3, 5, 8, 16, 32)
+PROBE_WIDTHS = (2, 3, 5, 8, 11, 16, 22, 32)
 PROBE_LENGTHS, PROBE_ROWS = (96, 187, 251, 316, 505), 3
 
 
@@ -120,7 +120,8 @@ def probe_rows(target: Target, widths: Sequence[int] = PROBE_WIDTHS) -> RowProbe
     """Returns which pass widths change a row's bits on this machine, in a few seconds.
 
     At several context lengths, some just below a length at which kernels change, the same tokens follow one by one
-    and in passes of each width.
+    and in passes of each width. Every row is compared at the first length, where the last rows of a pass may round
+    otherwise; the first rows at the others.
     """
     rng = random.Random(7)
     lengths = [length for length in PROBE_LENGTHS if length + max(widths) < target.spec.max_positions]
@@ -132,18 +133,21 @@ def probe_rows(target: Target, widths: Sequence[int] = PROBE_WIDTHS) -> RowProbe
             piece = ids[session.length : length]
             target.verify([VerifyRows(session, piece, EMPTY_PROPOSAL, last_row_only=True)])
             session.keep(range(len(piece)))
-            differing |= _differing(target, session, ids[length:], widths)
+            num_rows = max(widths) if length == lengths[0] else PROBE_ROWS
+            differing |= _differing(target, session, ids[length:], widths, num_rows)
     finally:
         session.close()
     return RowProbe(tuple(widths), tuple(sorted(differing)))
 
 
-def _differing(target: Target, session: TargetSession, ids: Sequence[int], widths: Sequence[int]) -> set[int]:
-    """Returns the widths whose first rows differ from one-row passes behind the session. Mutates: the session."""
+def _differing(
+    target: Target, session: TargetSession, ids: Sequence[int], widths: Sequence[int], num_rows: int
+) -> set[int]:
+    """Returns the widths of which one of the first `num_rows` rows differs from its one-row pass. Mutates: session."""
     parts = {w: VerifyRows(session, ids[:1], Proposal.chain(list(ids[1:w]))) for w in widths}
-    wide = {w: target.verify([part])[0].logits[:PROBE_ROWS] for w, part in parts.items()}
+    wide = {w: target.verify([part])[0].logits[:num_rows] for w, part in parts.items()}
     lone = []
-    for token in ids[:PROBE_ROWS]:
+    for token in ids[:num_rows]:
         (output,) = target.verify([VerifyRows(session, [token], EMPTY_PROPOSAL)])
         session.keep([0])
         lone.append(output.logits)

@@ -5,8 +5,8 @@ projections are prepacked once, K/V live in static slots shared by all sequences
 and the head runs on the rows asked for.
 
 Row invariance: every row of a pass is the same bits whatever rows travel with it, so far as the kernels allow
-(`engine/runtime.py` probes that). Two habits make it so: a lone attention row is computed beside a copy of itself,
-since one-row products take another kernel, and the K/V lengths that attention sees are those of `padded_length`.
+(`engine/runtime.py` probes that). Two habits make it so: attention runs on a multiple of `ROW_PAD` query rows, since
+products of fewer take other kernels, and the K/V lengths that it sees are those of `padded_length`.
 """
 
 from __future__ import annotations
@@ -276,7 +276,8 @@ class NativeTarget:
                 )
 
     def _run(self, batch: Sequence[VerifyRows]) -> list[TargetOutput]:
-        plan = plan_pass(batch, [_slot(part) for part in batch], self.device, self._min_rows)
+        room = self._cache[0][0].shape[2]
+        plan = plan_pass(batch, [_slot(part) for part in batch], room, self.device, self._min_rows)
         x = F.embedding(plan.tokens, self.embed_weight)
         num_seq, width = plan.tokens.shape
         x = x.view(num_seq * width, -1)
@@ -335,7 +336,7 @@ class NativeTarget:
         q = q.view(num_seq, width, groups, heads // groups, dim).permute(0, 2, 3, 1, 4)
         q = q.reshape(num_seq, groups, (heads // groups) * width, dim)
         attended = F.scaled_dot_product_attention(
-            plan.double(q),
+            plan.pad(q),
             keys[plan.slots, :, : plan.kv_length],
             values[plan.slots, :, : plan.kv_length],
             mask,

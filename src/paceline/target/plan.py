@@ -10,6 +10,8 @@ import torch
 
 from paceline.target.base import VerifyRows
 
+ROW_PAD = 4
+"""Attention runs on a multiple of so many query rows: products of one, two or three rows round in their own way."""
 KV_PAD, KV_BLOCK = 64, 512
 """K/V lengths that attention sees are multiples of the first; kernels work through them in blocks of the second."""
 
@@ -47,30 +49,32 @@ class Plan:
     kv_length: int
 
     def mask(self, dtype: torch.dtype, group: int) -> torch.Tensor:
-        """Returns the additive mask (N, 1, group · W, T), with the lone row doubled."""
+        """Returns the additive mask (N, 1, R, T) of the `group` · W query rows, padded as `pad` does."""
         num_seq, width, length = self.visible.shape
         mask = torch.zeros(num_seq, width, length, dtype=dtype, device=self.visible.device)
         mask.masked_fill_(~self.visible, -math.inf)
         mask = mask[:, None].expand(num_seq, group, width, length).reshape(num_seq, 1, group * width, length)
-        return self.double(mask)
+        return self.pad(mask)
 
-    def double(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns `rows` (N, G, R, ·), beside a copy of themselves when a sequence has a single row."""
-        return torch.cat([rows, rows], dim=2) if self.tokens.shape[1] == 1 else rows
+    def pad(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns `rows` (N, G, R, ·) with copies of the first behind them, up to a multiple of `ROW_PAD`."""
+        missing = -rows.shape[2] % ROW_PAD
+        return torch.cat([rows, rows[:, :, :1].expand(-1, -1, missing, -1)], dim=2) if missing else rows
 
 
 def plan_pass(
-    batch: Sequence[VerifyRows], slots: Sequence[int], device: torch.device, min_rows: int = 1
+    batch: Sequence[VerifyRows], slots: Sequence[int], room: int, device: torch.device, min_rows: int = 1
 ) -> Plan:
     """Returns the pass that runs all parts, padded to the widest and to `min_rows` rows in all.
 
     Args:
         slots: the parts' K/V slots, ascending.
+        room: rows of a slot; the last of them belongs to no session, and padding beyond the room goes there.
     """
     width = max(part.num_rows for part in batch)
     width = max(width, min_rows if len(batch) == 1 else 1)
     starts = [part.session.length for part in batch]
-    kv_length = padded_length(max(starts) + width)
+    kv_length = min(padded_length(max(starts) + width), room)
     tokens = torch.zeros(len(batch), width, dtype=torch.long)
     depths = torch.arange(width).repeat(len(batch), 1)
     sees = torch.ones(width, width, dtype=torch.bool).tril().repeat(len(batch), 1, 1)
@@ -79,7 +83,7 @@ def plan_pass(
         if not part.proposal.is_chain:
             _place_tree(part, depths[n], sees[n])
     start = torch.tensor(starts)[:, None]
-    cache_index = start + torch.arange(width)
+    cache_index = (start + torch.arange(width)).clamp(max=room - 1)
     visible = torch.arange(kv_length)[None, None] < start[:, :, None]
     visible = visible.repeat(1, width, 1)
     rows = cache_index[:, None, :].expand(-1, width, -1)
@@ -87,7 +91,7 @@ def plan_pass(
     contiguous = list(slots) == list(range(slots[0], slots[0] + len(slots)))
     return Plan(
         tokens=tokens.to(device),
-        positions=(start + depths).to(device),
+        positions=(start + depths).clamp(max=room - 1).to(device),
         slots=slice(slots[0], slots[0] + len(slots)) if contiguous else torch.tensor(slots, device=device),
         slot_index=torch.tensor(slots, device=device)[:, None],
         cache_index=cache_index.to(device),
