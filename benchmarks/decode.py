@@ -1,8 +1,8 @@
-"""Plain decoding, DFlash as chains and as trees, and transformers, on held-out prompts, interleaved in one run.
+"""Plain decoding, DFlash as chains and as small trees, and transformers, on held-out prompts, interleaved in one run.
 
     python benchmarks/decode.py [--data DIR] [--num-prompts 16] [--max-new-tokens 128]
 
-For each prompt, in an order that alternates: plain decoding, DFlash with chains, DFlash with trees of as many nodes,
+For each prompt, in an order that alternates: plain decoding, DFlash with chains of its own length, DFlash with trees,
 and (on every fourth prompt) transformers' `generate` on the same weights. Batch 1, temperature 0. Rates count tokens
 after the first one over the seconds after the first one; the ratio is plain seconds over DFlash seconds for the same
 tokens. `--dtype bfloat16 --only-tokens` compares tokens where bfloat16 has no matrix products of its own.
@@ -94,14 +94,16 @@ def complete(engine: Engine, ids: Sequence[int], params: SamplingParams) -> Comp
 
 
 def run_dtype(
-    llm: LLM, arguments: argparse.Namespace, nodes: int, reference: Reference | None
+    llm: LLM, arguments: argparse.Namespace, reference: Reference | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns the rows of one dtype, by set and kind of draft, and the totals by kind of draft."""
+    assert llm.dflash is not None
     dtype, rows = str(llm.dtype).removeprefix("torch."), []
+    names = {"chain": f"chain of {llm.dflash.block_size - 1}", "tree": f"tree of {llm.tree_nodes}"}
     engines = {
         "plain": lambda: llm.new_engine(plain=True, max_sequences=1),
-        "chain": lambda: llm.new_engine(max_sequences=1),
-        "tree": lambda: llm.new_engine(tree_nodes=nodes, max_sequences=1),
+        "chain": lambda: llm.new_engine(tree_nodes=None, max_sequences=1),
+        "tree": lambda: llm.new_engine(max_sequences=1),
     }
     totals = {"chain": Tally(), "tree": Tally()}
     params = SamplingParams(max_new_tokens=arguments.max_new_tokens)
@@ -116,12 +118,10 @@ def run_dtype(
             if reference is not None and i % 4 == 0:
                 reference.add(ids, done["plain"])
         for kind, tally in tallies.items():
-            rows.append({"drafts": f"{kind} of {nodes}", **tally.row(name, dtype)})
+            rows.append({"drafts": names[kind], **tally.row(name, dtype)})
             totals[kind].merge(tally)
             print(json.dumps(rows[-1]), flush=True)
-    return rows, [
-        {"drafts": f"{kind} of {nodes}", **tally.row("all", dtype)} for kind, tally in totals.items()
-    ]
+    return rows, [{"drafts": names[kind], **tally.row("all", dtype)} for kind, tally in totals.items()]
 
 
 class Reference:
@@ -190,27 +190,25 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--block-size", type=int, help="rows of a step; the drafter's own if not given")
+    parser.add_argument("--tree-nodes", type=int, help="nodes of a tree; what pays here if not given")
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--only-tokens", action="store_true", help="leave transformers and batches out")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    llm = LLM(drafter=arguments.drafter, dtype=arguments.dtype, block_size=arguments.block_size)
+    llm = LLM(drafter=arguments.drafter, dtype=arguments.dtype, tree_nodes=arguments.tree_nodes or "auto")
     if llm.checkpoint is None:
         raise SystemExit("no drafter; hint: --drafter FOLDER")
-    block_size = llm.new_engine().block_size
     for plain in (True, False):  # warm up
         complete(llm.new_engine(plain=plain), llm.render("Say hello."), SamplingParams(max_new_tokens=16))
     whole = not arguments.only_tokens
     reference = Reference(llm.folder, llm.dtype, arguments.max_new_tokens) if whole else None
-    rows, totals = run_dtype(llm, arguments, block_size - 1, reference)
+    rows, totals = run_dtype(llm, arguments, reference)
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
         "environment": machine(),
         "max_new_tokens": arguments.max_new_tokens,
-        "block_size": block_size,
         "row_invariance": probe_rows(llm.target).verdict,
         "drafter": {k: llm.checkpoint.provenance.get(k) for k in ("num_steps", "num_blocks", "held_out")},
         "rows": rows,

@@ -69,8 +69,8 @@ def test_dflash_is_lossless_and_guesses_well_in_float32() -> None:
     llm = pair("float32")
     ids = prompts(llm, 5)
     plain = decode(llm.new_engine(plain=True, max_sequences=1), ids, GREEDY)
-    chain = decode(llm.new_engine(max_sequences=1), ids, GREEDY)
-    batch = decode(llm.new_engine(max_sequences=3), ids, GREEDY)
+    chain = decode(llm.new_engine(tree_nodes=None, max_sequences=1), ids, GREEDY)
+    batch = decode(llm.new_engine(tree_nodes=None, max_sequences=3), ids, GREEDY)
     tree = decode(llm.new_engine(tree_nodes=9, max_sequences=2), ids, GREEDY)
     assert tokens(plain) == tokens(chain) == tokens(batch) == tokens(tree)
     tau = [acceptance_length([s for c in run for s in c.steps]) or 0.0 for run in (plain, chain, batch, tree)]

@@ -21,7 +21,7 @@ from paceline.drafter.config import DrafterConfig
 from paceline.drafter.dflash import DFlash
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import cache_dir as chosen_cache_dir
-from paceline.engine.runtime import choose_device, choose_dtype
+from paceline.engine.runtime import choose_device, choose_dtype, default_tree_nodes
 from paceline.engine.tree import TreeDrafter
 from paceline.target.base import Target, TargetSpec
 from paceline.target.native import NativeTarget
@@ -42,8 +42,10 @@ class LLM:
         device: "auto", "cpu", "cuda", "cuda:N".
         dtype: "auto", "float32", "bfloat16", "float64".
         backend: "auto" takes the native runner where it fits, else transformers; or force "native" or "hf".
-        block_size: rows of a step, anchor included; `None` takes the drafter's, 1 decodes plainly.
-        tree_nodes: draft trees of so many nodes instead of chains; `None` drafts chains.
+        block_size: slots of a chain, anchor included, up to the drafter's; 1 decodes plainly. `None` leaves the choice
+            to `tree_nodes`.
+        tree_nodes: draft trees of so many nodes; "auto" takes what pays on this machine, unless `block_size` asks for
+            a chain; `None` drafts chains of the drafter's own length.
         max_sequences: most texts that decode together.
         offline: never touch the network.
         progress: told (stage, done, total) while files are fetched or converted.
@@ -61,7 +63,7 @@ class LLM:
         dtype: str = "auto",
         backend: Literal["auto", "native", "hf"] = "auto",
         block_size: int | None = None,
-        tree_nodes: int | None = None,
+        tree_nodes: int | Literal["auto"] | None = "auto",
         max_sequences: int = 8,
         offline: bool = False,
         progress: Progress | None = None,
@@ -79,17 +81,30 @@ class LLM:
             check_pair(self.checkpoint, self.target.spec)
             self.dflash = self.checkpoint.build(self.dtype, self.device)
             self.dflash.bind(self.target.heads, self.checkpoint.token_ids)
+        if tree_nodes == "auto":
+            chain = block_size is not None or self.dflash is None
+            tree_nodes = None if chain else default_tree_nodes(self.device)
         self.block_size, self.tree_nodes, self.max_sequences = block_size, tree_nodes, max_sequences
         self.new_engine().close()  # refuses a bad block size or batch now rather than at the first request
         self._ids = itertools.count()
 
     def new_engine(
-        self, *, plain: bool = False, tree_nodes: int | None = None, max_sequences: int | None = None
+        self,
+        *,
+        plain: bool = False,
+        tree_nodes: int | Literal["auto"] | None = "auto",
+        max_sequences: int | None = None,
     ) -> Engine:
-        """Returns an engine over this pair; `plain` leaves the drafter out, the rest stands in for `LLM`'s own."""
+        """Returns an engine over this pair.
+
+        Args:
+            plain: leave the drafter out.
+            tree_nodes: nodes of a draft tree, `None` for chains; "auto" takes `LLM`'s own choice.
+            max_sequences: most texts that decode together; `None` takes `LLM`'s own.
+        """
         return Engine(
             self.target,
-            None if plain else self._drafter(tree_nodes or self.tree_nodes),
+            None if plain else self._drafter(self.tree_nodes if tree_nodes == "auto" else tree_nodes),
             max_sequences=max_sequences or self.max_sequences,
             block_size=None if plain else self.block_size,
             new_decoder=lambda: IncrementalDecoder(self.codec),

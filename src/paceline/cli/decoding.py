@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import typer
 
@@ -16,18 +16,26 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 
-def open_pair(target: str, drafter: str, *, block_size: int | None = None, **options: Any) -> LLM:
+def open_pair(
+    target: str,
+    drafter: str,
+    *,
+    block_size: int | None = None,
+    tree_nodes: int | None = None,
+    **options: Any,
+) -> LLM:
     """Returns the loaded pair; says so on stderr when there is no drafter to be found.
 
     Args:
-        target, drafter, block_size: as the options have them.
+        target, drafter, block_size, tree_nodes: as the options have them.
         options: device, dtype, backend, offline; see `LLM`.
     """
     with loading_bar() as report:
         from paceline.llm import LLM  # torch takes seconds to import: under the bar
 
         chosen = None if drafter == "none" else drafter
-        llm = LLM(target, chosen, block_size=block_size, progress=report, **options)
+        nodes: int | Literal["auto"] | None = "auto" if tree_nodes is None else tree_nodes or None
+        llm = LLM(target, chosen, block_size=block_size, tree_nodes=nodes, progress=report, **options)
     if drafter == "auto" and llm.checkpoint is None:
         note(f"no drafter ships for {target}: decoding plainly; --drafter FOLDER names one")
     return llm
@@ -36,12 +44,13 @@ def open_pair(target: str, drafter: str, *, block_size: int | None = None, **opt
 def describe(llm: LLM, drafter: str) -> dict[str, object]:
     """Returns what a JSON document says of the pair: `drafter` is "shipped", a folder, or null."""
     used = None if llm.checkpoint is None else "shipped" if drafter == "auto" else drafter
-    engine = llm.new_engine()
+    chain = llm.block_size or (llm.dflash.block_size if llm.dflash else 1)
     return {
         "target": llm.target.spec.name,
         "backend": llm.backend,
         "drafter": used,
-        "block_size": engine.block_size,
+        "block_size": chain,
+        "tree_nodes": llm.tree_nodes,
         "device": str(llm.device),
         "dtype": str(llm.dtype).removeprefix("torch."),
     }

@@ -253,9 +253,10 @@ def _document(rows: Sequence[Row], totals: Totals, pair: dict[str, object]) -> d
 
 
 def _print_table(rows: Sequence[Row], totals: Totals, pair: dict[str, object]) -> None:
-    table = Table(
-        caption=f"{pair['target']}, {pair['dtype']} on {pair['device']}, block size {pair['block_size']}"
+    drafts = (
+        f"trees of {pair['tree_nodes']}" if pair["tree_nodes"] else f"chains, block size {pair['block_size']}"
     )
+    table = Table(caption=f"{pair['target']}, {pair['dtype']} on {pair['device']}, {drafts}")
     table.add_column("kind")
     for name in ("tokens", "identical", "τ", "plain tok/s", "DFlash tok/s", "ratio"):
         table.add_column(name, justify="right")

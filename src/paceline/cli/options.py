@@ -32,13 +32,13 @@ Seed = Annotated[
 ]
 TreeNodes = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, max=1024, help="Draft trees of N nodes instead of chains."),
+    typer.Option(
+        metavar="N", min=0, max=1024, help="Nodes of a draft tree, 0 for chains; what pays here if not given."
+    ),
 ]
 BlockSize = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", min=1, help="Slots per block, anchor included; the drafter's own if not given."
-    ),
+    typer.Option(metavar="N", min=1, help="Draft chains of N slots, anchor included; 1 decodes plainly."),
 ]
 Device = Annotated[
     str, typer.Option(metavar="NAME", help="Where to compute: auto, cpu, or the name of an accelerator.")

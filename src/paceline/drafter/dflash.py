@@ -89,6 +89,11 @@ class DFlash(nn.Module):
         """Tapped decoder layers of the target (0-based outputs)."""
         return self.config.target_layer_ids
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether a slot sees only slots before it, so that a shorter block says the same about its slots."""
+        return all(rule.causal for rule in self.config.layer_rules)
+
     def bind(self, heads: Heads, token_ids: torch.Tensor | None = None) -> Self:
         """Borrows the target's embedding and head, and prepacks the weights for inference. Mutates: self.
 

@@ -23,6 +23,10 @@ from paceline.drafter.base import Context, Drafter
 class BlockDrafter(Drafter, Protocol):
     """A drafter that can say which tokens are likely at each slot."""
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether a slot sees only slots before it, so that a shorter block says the same about its slots."""
+
     def candidates(
         self, anchors: Sequence[int], contexts: Sequence[Any], num_draft_tokens: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,6 +93,8 @@ class TreeDrafter:
     def draft(self, anchors: Sequence[int], contexts: Sequence[Any], num_draft_tokens: int) -> list[Proposal]:
         """Returns a tree of at most `num_draft_tokens` nodes behind each anchor."""
         depth = self._drafter.block_size - 1
+        if self._drafter.is_causal:
+            depth = min(depth, num_draft_tokens)  # no tree is deeper than it has nodes
         log_probs, tokens = self._drafter.candidates(anchors, contexts, depth, min(16, num_draft_tokens))
         packed = torch.stack([log_probs.double(), tokens.double()]).tolist()  # one copy to the host for both
         return [
