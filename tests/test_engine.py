@@ -327,3 +327,25 @@ def test_engines_that_share_a_target_do_not_disturb_each_other() -> None:
         plain.step()
         speculative.step()
     assert speculative.take_completion("a").token_ids == plain.take_completion("a").token_ids
+
+
+def test_an_admission_that_fails_loses_no_word_of_those_before_it(target: NativeTarget) -> None:
+    drafter = Broken("nowhere")
+    engine = Engine(target, drafter, max_sequences=2)
+    engine.add(request("a"))
+    engine.add(request("b"))
+    admit = engine._admit
+
+    def admit_one() -> Any:
+        delta = admit()
+        drafter.where = "open"
+        return delta
+
+    engine._admit = admit_one  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        engine.step()
+    drafter.where = "nowhere"
+    delivered: list[int] = []
+    while engine.has_work:
+        delivered += [token for delta in engine.step() for token in delta.token_ids]
+    assert tuple(delivered) == engine.take_completion("a").token_ids

@@ -91,8 +91,10 @@ class DrafterCheckpoint:
 
     def build(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> DFlash:
         """Returns the drafter module with these weights."""
-        drafter = DFlash(self.config).to(device, dtype)
-        drafter.load_state_dict(self.tensors)
+        with torch.device("meta"):  # nothing to fill at random, no random numbers drawn
+            drafter = DFlash(self.config)
+        weights = {name: tensor.to(device, dtype, copy=True) for name, tensor in self.tensors.items()}
+        drafter.load_state_dict(weights, assign=True)
         return drafter
 
     @classmethod

@@ -140,7 +140,7 @@ class DFlash(nn.Module):
     def candidates(
         self, anchors: Sequence[int], contexts: Sequence[ContextKV], num_draft_tokens: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the `width` likeliest tokens of each slot and their log-probabilities, both (N, K, width)."""
+        """Returns log-probabilities and ids of each slot's `width` likeliest tokens, both (N, K, width)."""
         log_probs_NKV = self.draft_logits(anchors, contexts, num_draft_tokens).log_softmax(dim=-1)
         best, ranks = log_probs_NKV.topk(width, dim=-1)
         return best, self._named(ranks)

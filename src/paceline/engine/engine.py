@@ -43,6 +43,7 @@ class Engine:
         self._new_decoder = new_decoder
         self._decoders: dict[str, TextDecoder] = {}
         self._completions: dict[str, Completion] = {}
+        self._admitted: list[TokenDelta] = []  # kept where a later admission of the same step fails
         self._tap()
 
     def _tap(self) -> None:
@@ -110,7 +111,9 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         """Admits what fits, advances every running sequence by one block, and returns what became certain."""
         self._tap()
-        deltas = [self._admit() for _ in iter(lambda: self.scheduler.has_room, False)]
+        while self.scheduler.has_room:
+            self._admitted.append(self._admit())
+        deltas, self._admitted = self._admitted, []
         self._retire()
         running = self.scheduler.running
         if running:

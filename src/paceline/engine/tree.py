@@ -30,7 +30,7 @@ class BlockDrafter(Drafter, Protocol):
     def candidates(
         self, anchors: Sequence[int], contexts: Sequence[Any], num_draft_tokens: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the `width` likeliest tokens of each slot and their log-probabilities, both (N, K, width)."""
+        """Returns log-probabilities and ids of each slot's `width` likeliest tokens, both (N, K, width)."""
 
 
 def grow(log_probs: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]], num_nodes: int) -> Proposal:

@@ -1,8 +1,9 @@
 """Prompts → the target's own responses with tapped hidden states, shard by shard, resumable.
 
 A drafter must learn what the target says, so the target says it: responses are decoded in large batches and the
-hidden states are tapped in the same pass. Every shard is a pure function of its prompts and the settings (sampling is
-keyed by shard and index), so an interrupted run goes on with the first missing shard and ends with the same files.
+hidden states are tapped in the same pass. Every shard is a pure function of its prompts and the settings (sampling
+is keyed by the index within the shard), so an interrupted run goes on with the first missing shard and ends with the
+same files.
 """
 
 from __future__ import annotations
