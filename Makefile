@@ -5,9 +5,6 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # torch's version, as constraints.txt pins it; torch goes first, so that no other package chooses its build.
 TORCH := $(shell grep '^torch==' constraints.txt)
-# Idle OpenMP threads sleep instead of spinning, so that runs beside other work stay fast; the number of threads is free.
-export OMP_WAIT_POLICY ?= PASSIVE
-
 .PHONY: help env dev demo test lint bench tables clean
 
 help:
@@ -45,6 +42,8 @@ lint: dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Idle OpenMP threads sleep instead of spinning, so that tests beside other work stay fast; nothing is timed in them.
+test: export OMP_WAIT_POLICY ?= PASSIVE
 test: lint
 	$(BIN)/pytest
 

@@ -180,7 +180,7 @@ def _store(folder: Path, *rows: dict[str, object], name: str = "decode_float32",
     result = {
         "command": "make bench",
         "date": "2026-01-02",
-        "environment": {"processor": "one", "num_threads": 2, "torch": "2"},
+        "environment": {"processor": "one", "cpu_capability": "SOME", "num_threads": 2, "torch": "2"},
         "max_new_tokens": 128,
         "row_invariance": "bit-exact",
         "rows": rows,
@@ -200,7 +200,7 @@ def test_table_is_written_from_the_result(tmp_path: Path) -> None:
     assert "| maths | chain of 7 | 2 of 2 | 2.35 | 10.0 | 19.0 | 1.89× |\n" in written
     assert "| chat | chain of 7 | 1 of 2 | " in written
     assert "| **all** | chain of 7 | 2 of 2 | " in written
-    assert "Measured 2026-01-02 by `make bench` on processor one, num_threads 2, torch 2;" in written
+    assert "Measured 2026-01-02 by `make bench` on processor one, cpu_capability SOME, num_threads 2, torch 2;" in written
     assert "bfloat16" not in written and "transformers" not in written
     assert written.startswith("a\n") and written.endswith("-->\nb\n")
     assert render(written, tmp_path) == written

@@ -83,12 +83,13 @@ def cache_dir() -> Path | None:
 def machine() -> dict[str, object]:
     """Returns what a stored result must say of the machine it was measured on."""
     return {
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "processor": _processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "num_threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "fast_bfloat16": has_fast_bfloat16(),
         "cuda_devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
