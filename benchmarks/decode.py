@@ -105,13 +105,16 @@ def run_dtype(
         "chain": lambda: llm.new_engine(tree_nodes=None, max_sequences=1),
         "tree": lambda: llm.new_engine(max_sequences=1),
     }
-    totals = {"chain": Tally(), "tree": Tally()}
+    if llm.tree_nodes is None:  # in bfloat16, unless asked for
+        del engines["tree"]
+    drafted = [kind for kind in engines if kind != "plain"]
+    totals = {kind: Tally() for kind in drafted}
     params = SamplingParams(max_new_tokens=arguments.max_new_tokens)
     for name in SETS:
-        tallies = {"chain": Tally(), "tree": Tally()}
+        tallies = {kind: Tally() for kind in drafted}
         for i, prompt in enumerate(load_prompts(arguments.data, name, arguments.num_prompts)):
             ids, order = llm.render(prompt), list(engines)
-            order = order[i % 3 :] + order[: i % 3]
+            order = order[i % len(order) :] + order[: i % len(order)]
             done = {kind: complete(engines[kind](), ids, params) for kind in order}
             for kind, tally in tallies.items():
                 tally.add(done["plain"], done[kind])

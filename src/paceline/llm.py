@@ -44,8 +44,9 @@ class LLM:
         backend: "auto" takes the native runner where it fits, else transformers; or force "native" or "hf".
         block_size: slots of a chain, anchor included, up to the drafter's; 1 decodes plainly. `None` leaves the choice
             to `tree_nodes`.
-        tree_nodes: draft trees of so many nodes; "auto" takes what pays on this machine, unless `block_size` asks for
-            a chain; `None` drafts chains of the drafter's own length.
+        tree_nodes: draft trees of so many nodes; "auto" takes what pays in float32 and chains in bfloat16 (see
+            `engine.runtime.default_tree_nodes`), or chains where `block_size` is given; `None` drafts chains of the
+            drafter's own length.
         max_sequences: most texts that decode together.
         offline: never touch the network.
         progress: told (stage, done, total) while files are fetched or converted.
@@ -83,7 +84,7 @@ class LLM:
             self.dflash.bind(self.target.heads, self.checkpoint.token_ids)
         if tree_nodes == "auto":
             chain = block_size is not None or self.dflash is None
-            tree_nodes = None if chain else default_tree_nodes(self.device)
+            tree_nodes = None if chain else default_tree_nodes(self.device, self.dtype)
         self.block_size, self.tree_nodes, self.max_sequences = block_size, tree_nodes, max_sequences
         self.new_engine().close()  # refuses a bad block size or batch now rather than at the first request
         self._ids = itertools.count()

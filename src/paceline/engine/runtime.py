@@ -65,13 +65,16 @@ def has_fast_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def default_tree_nodes(device: torch.device) -> int:
-    """Returns the nodes of a draft tree that pay on this machine when nobody says otherwise.
+def default_tree_nodes(device: torch.device, dtype: torch.dtype) -> int | None:
+    """Returns the nodes of a draft tree that pay when nobody says otherwise, `None` for chains.
 
-    Where products of a few rows cost what one row costs (CUDA, bfloat16 units) a wide tree is nearly free; on other
-    CPUs each row costs a few percent of a pass.
+    A tree's branches sum their keys in another order than plain decoding does. In bfloat16 that flips near-ties often
+    enough to change texts, so there chains are drafted, whose rows keep their bits. In float32 a flip takes two logits
+    equal to about six digits. On a CPU each row costs a few percent of a pass; on CUDA it is nearly free.
     """
-    return 15 if device.type == "cuda" or has_fast_bfloat16() else 5
+    if dtype is torch.bfloat16:
+        return None
+    return 15 if device.type == "cuda" else 5
 
 
 def cache_dir() -> Path | None:
