@@ -94,9 +94,12 @@ def _half_line(path: Path) -> list[str]:
         return []
     result = _load(path)
     counts = [f"{r['num_identical']} of {r['num_prompts']} ({r['drafts']})" for r in result["totals"]]
+    emulated = (
+        "" if result["environment"]["fast_bfloat16"] else ", since this processor has no bfloat16 products"
+    )
     return [
         f"In bfloat16 the tokens are the same for {' and '.join(counts)} prompts, logits {result['row_invariance']}; "
-        f"τ {result['totals'][0]['acceptance_length']:.2f}, ratio {result['totals'][0]['ratio']:.2f}× "
+        f"τ {result['totals'][0]['acceptance_length']:.2f}, ratio {result['totals'][0]['ratio']:.2f}×{emulated} "
         f"(`benchmarks/results/{path.name}`)."
     ]
 

@@ -180,7 +180,13 @@ def _store(folder: Path, *rows: dict[str, object], name: str = "decode_float32",
     result = {
         "command": "make bench",
         "date": "2026-01-02",
-        "environment": {"processor": "one", "cpu_capability": "SOME", "num_threads": 2, "torch": "2"},
+        "environment": {
+            "processor": "one",
+            "cpu_capability": "SOME",
+            "num_threads": 2,
+            "torch": "2",
+            "fast_bfloat16": False,
+        },
         "max_new_tokens": 128,
         "row_invariance": "bit-exact",
         "rows": rows,
@@ -214,6 +220,7 @@ def test_other_results_follow_the_table_where_they_exist(tmp_path: Path) -> None
     _store(tmp_path, name="decode_bfloat16", totals=[_row("all", num_identical=1)])
     written = render(BLOCK, tmp_path)
     assert "In bfloat16 the tokens are the same for 1 of 2 (chain of 7) prompts, logits bit-exact;" in written
+    assert "since this processor has no bfloat16 products" in written
     assert "1.50× as fast as transformers" in written
     assert "7.5× as many tokens per second at batch 64 as at batch 1." in written
 
