@@ -25,7 +25,7 @@ _HEADER = (
     "| prompts | drafts | same tokens | acceptance length τ | plain tok/s | DFlash tok/s | ratio |\n"
     "|---|---|---:|---:|---:|---:|---:|"
 )
-_ENVIRONMENT = ("processor", "cpu_capability", "num_threads", "torch")
+_ENVIRONMENT = ("processor", "cpu_capability", "num_threads", "omp_wait_policy", "torch")
 
 
 class BlockError(ValueError):
