@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from paceline.core.acceptance import acceptance_length, survival
-from paceline.core.types import Completion, Request, SamplingParams, StepRecord
+from paceline.core.params import SamplingParams
+from paceline.core.types import Completion, Request, StepRecord
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import machine, probe_rows
 from paceline.llm import LLM

@@ -39,6 +39,7 @@ HOMES = {
     "matplotlib": ("bench/", "train/curves.py"),  # the training curve is drawn where training happens
     "plotly": ("bench/",),
     "jinja2": ("bench/",),
+    "llguidance": ("target/grammar.py",),
     "fastapi": ("serve/",),
     "starlette": ("serve/",),
     "uvicorn": ("serve/",),

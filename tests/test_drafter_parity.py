@@ -18,7 +18,8 @@ from dflash.model import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.checkpoint.store import DrafterCheckpoint
-from paceline.core.types import Request, SamplingParams
+from paceline.core.params import SamplingParams
+from paceline.core.types import Request
 from paceline.drafter.config import FULL, SLIDING, default_target_layer_ids, to_hidden_states_index
 from paceline.drafter.dflash import DFlash
 from paceline.engine.engine import Engine

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from paceline.core.errors import CapacityError, ConfigError, RequestError
-from paceline.core.types import Request, SamplingParams
+from paceline.core.params import SamplingParams
+from paceline.core.types import Request
 from paceline.drafter.base import Drafter
 from paceline.engine.engine import Engine
-from paceline.engine.output import cut
 from paceline.engine.sequence import room
 from paceline.target.native import NativeTarget
 from paceline.testing import (
     ConstantDrafter,
     Memory,
     OracleDrafter,
-    RandomDrafter,
     plain_texts,
     run_checked,
     tiny_drafter,
@@ -202,7 +201,44 @@ def test_text_comes_whole_however_it_ends(cancelled_at: int | None, target: Nati
         assert completion.text == "".join(f"<{i}>" for i in completion.token_ids)
         if completion.finish_reason != "cancelled":
             assert texts[name] == completion.text
-    assert not engine._decoders
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 7])
+@pytest.mark.parametrize("first", [1, 4, 8])
+def test_a_stop_string_ends_a_text_wherever_it_falls_in_a_block(
+    block_size: int, first: int, target: NativeTarget
+) -> None:
+    (plain,) = plain_texts(target, [request("a")])
+    ids = plain.token_ids
+    stop = f"{ids[first]}><{ids[first + 1]}"  # ends inside a token's text, and begins inside another's
+    made = request("a", stop=(stop, "never"), logprobs=1)
+    engine = Engine(target, OracleDrafter(7, [whole(plain)]), block_size=block_size, new_decoder=Letters)
+    engine.add(made)
+    deltas = []
+    while engine.has_work:
+        deltas += engine.step()
+    completion = engine.take_completion("a")
+    everything = "".join(f"<{i}>" for i in ids)
+    assert completion.text == "".join(delta.text for delta in deltas) == everything[: everything.index(stop)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    shown = completion.text.count(">")
+    assert completion.token_ids == ids[: shown + 3], "the decoder is one token behind"
+    assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
+    assert sum(step.num_emitted for step in completion.steps) == len(completion.token_ids) - 1
+    assert all_slots_are_free(target)
+
+
+def test_an_end_of_text_waits_for_min_new_tokens(target: NativeTarget) -> None:
+    """Every token is an end but two, so that the first token that may end the text does."""
+    ends = tuple(range(59))
+    for minimum in (0, 1, 5):
+        made = request(
+            "a", stop_token_ids=ends, min_new_tokens=minimum, temperature=0.0, logit_bias={3: 90.0}
+        )
+        completion = run_checked(Engine(target, tiny_drafter(target, 4)), [made])["a"]
+        assert len(completion.token_ids) == minimum + 1
+        assert not set(completion.token_ids[:-1]) & set(ends)
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", 3)
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
@@ -260,59 +296,6 @@ def test_a_sequence_has_room_for_one_block_beyond_its_end() -> None:
     assert room(10, 20, 8, 100) == 37
     assert room(10, 20, 1, 100) == 30
     assert room(10, 20, 8, 32) == 32
-
-
-# Ends ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tokens", "params", "num_delivered", "expected"),
-    [
-        ([5, 6], {}, 0, ([5, 6], None)),
-        ([5, 2, 6], {}, 0, ([5, 2], "stop")),
-        ([5, 2, 6], {"ignore_eos": True}, 0, ([5, 2, 6], None)),
-        ([5, 2, 6], {"ignore_eos": True, "stop_token_ids": (6,)}, 0, ([5, 2, 6], "stop")),
-        ([5, 2, 6], {"stop_token_ids": (5,)}, 0, ([5], "stop")),
-        ([5, 6, 7], {"max_new_tokens": 2}, 0, ([5, 6], "length")),
-        ([5, 6, 7], {"max_new_tokens": 9}, 7, ([5, 6], "length")),
-        ([5, 2], {"max_new_tokens": 2}, 0, ([5, 2], "stop")),  # both at once: the text did end
-        ([2], {"max_new_tokens": 1}, 0, ([2], "stop")),
-    ],
-)
-def test_a_text_is_cut_at_its_end(
-    tokens: list[int], params: dict[str, Any], num_delivered: int, expected: tuple[list[int], str | None]
-) -> None:
-    assert cut(tokens, SamplingParams(**params), num_delivered, (2,)) == expected
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"max_new_tokens": 0}, r"max_new_tokens: expected an integer in \[1, 1000000\], got 0"),
-        ({"max_new_tokens": 2.0}, "max_new_tokens"),
-        ({"max_new_tokens": True}, "max_new_tokens"),
-        ({"temperature": -0.1}, r"temperature: expected a number in \[0, 100\], got -0.1"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"temperature": True}, "temperature"),
-        ({"seed": -1}, "seed: expected an integer"),
-        ({"seed": 2**63}, "seed"),
-        ({"seed": 1.0}, "seed"),
-        ({"stop_token_ids": (-1,)}, "stop_token_ids"),
-        ({"stop_token_ids": ("a",)}, "stop_token_ids"),
-        ({"ignore_eos": 1}, "ignore_eos: expected true or false, got 1"),
-    ],
-)
-def test_parameters_out_of_range_name_themselves(params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SamplingParams(**params)
-
-
-def test_unseeded_requests_are_drawn_afresh(target: NativeTarget) -> None:
-    made = [request(str(i), temperature=5.0, max_new_tokens=12) for i in range(2)]
-    completions = run_checked(Engine(target, RandomDrafter(4, 61)), made)
-    assert completions["0"].token_ids != completions["1"].token_ids
 
 
 def test_engines_that_share_a_target_do_not_disturb_each_other() -> None:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from paceline.checkpoint import store
 from paceline.core.errors import CheckpointError, ConfigError
-from paceline.core.types import EMPTY_PROPOSAL, Request, SamplingParams
+from paceline.core.params import SamplingParams
+from paceline.core.types import EMPTY_PROPOSAL, Request
 from paceline.target.base import VerifyRows
 from paceline.target.native import NativeTarget
 from paceline.testing import plain_texts, tiny_target

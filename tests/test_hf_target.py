@@ -237,12 +237,6 @@ def test_each_node_of_a_tree_sees_its_own_path(name: str, tmp_path: Path) -> Non
     assert_same(run(target, session, [6, 7]).logits, fresh(target, [*PROMPT, 11, 44, 6, 7]).logits[-2:])
 
 
-def test_a_sliding_window_takes_chains_only(tmp_path: Path) -> None:
-    target = load(save(CONFIGS["gemma3, window 4"](), tmp_path))
-    with pytest.raises(UnsupportedTargetError, match=r"Gemma3.*takes chains only.*hint: draft a chain"):
-        run(target, target.open(20), PROMPT, TREE)
-
-
 @pytest.mark.parametrize("rows", [[1], [0, 2], [0, 1, 4, 5], [0, 1, 3, 4], [1, 0], [0, 7], [-1]])
 def test_only_a_path_from_row_0_can_be_kept(llama_folder: Path, rows: list[int]) -> None:
     target = load(llama_folder)

@@ -14,6 +14,7 @@ PUBLIC = [
     "ConfigError",
     "DownloadError",
     "DrafterConfig",
+    "Grammar",
     "IncompatiblePairError",
     "LossyConversionError",
     "PacelineError",

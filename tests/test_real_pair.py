@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from paceline.cli.demo import load_demo_prompts
 from paceline.core.acceptance import acceptance_length
-from paceline.core.types import Completion, Request, SamplingParams
+from paceline.core.params import SamplingParams
+from paceline.core.types import Completion, Request
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import probe_rows
 from paceline.llm import LLM, shipped_drafter

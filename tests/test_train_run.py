@@ -13,7 +13,8 @@ import torch
 from paceline.checkpoint.store import DrafterCheckpoint
 from paceline.core.acceptance import acceptance_length
 from paceline.core.errors import ConfigError
-from paceline.core.types import Request, SamplingParams
+from paceline.core.params import SamplingParams
+from paceline.core.types import Request
 from paceline.llm import check_pair
 from paceline.target.native import NativeTarget
 from paceline.target.pull import pull

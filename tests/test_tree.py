@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.core.types import Request, SamplingParams
+from paceline.core.params import SamplingParams
+from paceline.core.types import Request
 from paceline.engine.engine import Engine
-from paceline.engine.runtime import default_tree_nodes
 from paceline.engine.tree import TreeDrafter, grow
 from paceline.testing import tiny_drafter, tiny_target
 
@@ -78,9 +78,3 @@ def test_trees_change_no_text(num_nodes: int, temperature: float) -> None:
 def test_a_tree_without_nodes_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_nodes: expected 1…1024, got 0"):
         TreeDrafter(tiny_drafter(tiny_target(), 4), 0)
-
-
-def test_bfloat16_drafts_chains_unless_asked() -> None:
-    cpu = torch.device("cpu")
-    assert default_tree_nodes(cpu, torch.bfloat16) is None
-    assert default_tree_nodes(cpu, torch.float32) == 5

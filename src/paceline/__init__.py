@@ -22,7 +22,8 @@ if TYPE_CHECKING:
         UnknownFormatError,
         UnsupportedTargetError,
     )
-    from paceline.core.types import Completion, SamplingParams, TokenDelta
+    from paceline.core.params import Grammar, SamplingParams
+    from paceline.core.types import Completion, TokenDelta
     from paceline.drafter.config import DrafterConfig
     from paceline.llm import LLM
     from paceline.train.config import TrainConfig
@@ -37,6 +38,7 @@ __all__ = [
     "ConfigError",
     "DownloadError",
     "DrafterConfig",
+    "Grammar",
     "IncompatiblePairError",
     "LossyConversionError",
     "PacelineError",
@@ -52,7 +54,8 @@ __all__ = [
 _HOME = {
     "LLM": "paceline.llm",
     "Completion": "paceline.core.types",
-    "SamplingParams": "paceline.core.types",
+    "Grammar": "paceline.core.params",
+    "SamplingParams": "paceline.core.params",
     "TokenDelta": "paceline.core.types",
     "DrafterConfig": "paceline.drafter.config",
     "TrainConfig": "paceline.train.config",

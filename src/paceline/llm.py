@@ -15,7 +15,8 @@ import torch
 
 from paceline.checkpoint.store import DrafterCheckpoint
 from paceline.core.errors import ConfigError, IncompatiblePairError, UnsupportedTargetError
-from paceline.core.types import Completion, Request, SamplingParams, TokenDelta
+from paceline.core.params import SamplingParams
+from paceline.core.types import Completion, Request, TokenDelta
 from paceline.drafter.base import Drafter
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.dflash import DFlash
@@ -24,6 +25,7 @@ from paceline.engine.runtime import cache_dir as chosen_cache_dir
 from paceline.engine.runtime import choose_device, choose_dtype, default_tree_nodes
 from paceline.engine.tree import TreeDrafter
 from paceline.target.base import Target, TargetSpec
+from paceline.target.grammar import GrammarCompiler
 from paceline.target.native import NativeTarget
 from paceline.target.pull import DEFAULT_TARGET, pull
 from paceline.target.text import IncrementalDecoder, TextCodec
@@ -76,6 +78,7 @@ class LLM:
         self.target, self.backend = load_target(
             self.folder, self.codec, name=str(target), dtype=self.dtype, device=self.device, backend=backend
         )
+        self.grammars = GrammarCompiler(self.codec, self.target.spec.vocab_size)
         self.checkpoint = load_drafter(drafter, str(target))
         self.dflash: DFlash | None = None
         if self.checkpoint is not None:
@@ -95,6 +98,7 @@ class LLM:
         plain: bool = False,
         tree_nodes: int | Literal["auto"] | None = "auto",
         max_sequences: int | None = None,
+        keyed_drafts: bool = True,
     ) -> Engine:
         """Returns an engine over this pair.
 
@@ -102,6 +106,7 @@ class LLM:
             plain: leave the drafter out.
             tree_nodes: nodes of a draft tree, `None` for chains; "auto" takes `LLM`'s own choice.
             max_sequences: most texts that decode together; `None` takes `LLM`'s own.
+            keyed_drafts: see `Engine`.
         """
         return Engine(
             self.target,
@@ -109,6 +114,8 @@ class LLM:
             max_sequences=max_sequences or self.max_sequences,
             block_size=None if plain else self.block_size,
             new_decoder=lambda: IncrementalDecoder(self.codec),
+            open_grammar=self.grammars.open,
+            keyed_drafts=keyed_drafts,
         )
 
     def _drafter(self, tree_nodes: int | None) -> Drafter | None:
@@ -119,20 +126,31 @@ class LLM:
         return TreeDrafter(self.dflash, tree_nodes)
 
     def generate(
-        self, prompts: str | Sequence[str], params: SamplingParams | None = None
+        self, prompts: str | Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | None = None
     ) -> list[Completion]:
-        """Returns the continuations of raw prompts (no chat template), decoded together, in order."""
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        return self._run([self.codec.encode(text) for text in texts], params)
+        """Returns the continuations of raw prompts (no chat template), decoded together, in order.
+
+        Args:
+            prompts: texts, or token ids such as `render` makes.
+            params: of all of them; with `n` above 1 each prompt gives `n` completions in a row.
+        """
+        given = [prompts] if isinstance(prompts, str) else prompts
+        return self._run([self.codec.encode(p) if isinstance(p, str) else p for p in given], params)
 
     def chat(self, messages: str | Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        """Returns the answer to a conversation (or to one user message) through the target's chat template."""
+        """Returns the answer to a conversation (or to one user message) through the target's chat template.
+
+        Raises:
+            ConfigError: more than one text asked for; `generate([llm.render(messages)], params)` gives them.
+        """
+        _require_one(params)
         return self._run([self.render(messages)], params)[0]
 
     def stream(
         self, messages: str | Sequence[Message], params: SamplingParams | None = None, *, plain: bool = False
     ) -> Iterator[TokenDelta]:
         """Yields the answer to a conversation as it becomes certain; leaving the loop early cancels the request."""
+        _require_one(params)
         engine = self.new_engine(plain=plain)
         engine.add(self._request(self.render(messages), params))
         return _drain(engine)
@@ -149,14 +167,22 @@ class LLM:
     def _run(self, prompts: Sequence[Sequence[int]], params: SamplingParams | None) -> list[Completion]:
         engine = self.new_engine()
         requests = [self._request(ids, params) for ids in prompts]
+        ids: list[str] = []
         try:
             for request in requests:
-                engine.add(request)
+                ids += engine.add(request)
             while engine.has_work:
                 engine.step()
         finally:
             engine.close()
-        return [engine.take_completion(r.id) for r in requests]
+        return [engine.take_completion(name) for name in ids]
+
+
+def _require_one(params: SamplingParams | None) -> None:
+    if params is not None and params.n > 1:
+        raise ConfigError(
+            f"n: expected 1 for one answer, got {params.n}; hint: generate([llm.render(messages)], params)"
+        )
 
 
 def _drain(engine: Engine) -> Iterator[TokenDelta]:

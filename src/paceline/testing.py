@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.types import Completion, Proposal, Request, TokenDelta
+from paceline.core.sampling import Law
+from paceline.core.types import EMPTY_PROPOSAL, Completion, Proposal, Request, TokenDelta
 from paceline.drafter.base import Drafter
 from paceline.drafter.config import FULL, DrafterConfig
 from paceline.drafter.dflash import DFlash
 from paceline.engine.engine import Engine
-from paceline.target.base import Target
+from paceline.target.base import Target, VerifyRows
 from paceline.target.native import NativeTarget
 from paceline.target.weights import Shape
 
@@ -197,7 +198,11 @@ class ScriptedDrafter:
             memory.length += rows.shape[0]
 
     def draft(
-        self, anchors: Sequence[int], contexts: Sequence[Memory], num_draft_tokens: int
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[Memory],
+        num_draft_tokens: int,
+        laws: Sequence[Law] | None = None,
     ) -> list[Proposal]:
         """Returns one guess for each sequence."""
         return [self.guess(memory, num_draft_tokens) for memory in contexts]
@@ -297,6 +302,50 @@ class TreeDrafter(OracleDrafter):
                 tokens.append(rng.randrange(self._vocab_size))
             parents.append(parent)
         return Proposal(tuple(tokens), tuple(parents))
+
+
+class BigramDrafter(ScriptedDrafter):
+    """Drafts what the target says most often behind a token alone: right often enough to be accepted now and then.
+
+    Args:
+        target: who is asked for the table.
+        block_size: slots, anchor included.
+        is_tree: draft two children of the anchor, the second with a child of its own.
+    """
+
+    def __init__(self, target: Target, block_size: int = 4, *, is_tree: bool = False) -> None:
+        super().__init__(block_size)
+        self.table, self.is_tree = (
+            [_likeliest(target, token) for token in range(target.spec.vocab_size)],
+            is_tree,
+        )
+
+    def draft(
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[Memory],
+        num_draft_tokens: int,
+        laws: Sequence[Law] | None = None,
+    ) -> list[Proposal]:
+        """Returns the table's path from each anchor."""
+        return [self._path(anchor, num_draft_tokens) for anchor in anchors]
+
+    def _path(self, anchor: int, length: int) -> Proposal:
+        path = [self.table[anchor][0]]
+        while len(path) < length:
+            path.append(self.table[path[-1]][0])
+        if not self.is_tree or length < 3:
+            return Proposal.chain(path)
+        second = self.table[anchor][1]
+        return Proposal((path[0], second, self.table[second][0]), (0, 0, 2))
+
+
+def _likeliest(target: Target, token: int) -> list[int]:
+    session = target.open(1)
+    (output,) = target.verify([VerifyRows(session, [token], EMPTY_PROPOSAL)])
+    session.close()
+    best: list[int] = output.logits[0].topk(2).indices.tolist()
+    return best
 
 
 # Proofs --------------------------------------------------------------------------------------------------------------

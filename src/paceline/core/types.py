@@ -5,52 +5,11 @@ One request is data all the way: `Request` → `Proposal` → `Verdict` → `Ste
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+import secrets
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from paceline.core.errors import ConfigError
-
-MAX_SEED = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """What one request asks of the text; invalid values raise `ConfigError` naming value and range.
-
-    Args:
-        max_new_tokens: upper limit of generated tokens, at least 1.
-        temperature: 0 is greedy (the one-hot case of the same law); otherwise up to 100.
-        seed: key of the request's randomness; the same seed gives the same text with any drafter or batch.
-            `None` draws a fresh key.
-        stop_token_ids: token ids that end the text, beside the target's own end-of-sequence ids.
-        ignore_eos: go on past the target's end-of-sequence ids.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        _require_int("max_new_tokens", self.max_new_tokens, 1, 1_000_000)
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
-            raise ConfigError(f"temperature: expected a number in [0, 100], got {self.temperature!r}")
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
-            raise ConfigError(f"temperature: expected a number in [0, 100], got {self.temperature!r}")
-        if self.seed is not None:
-            _require_int("seed", self.seed, 0, MAX_SEED)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token in self.stop_token_ids:
-            _require_int("stop_token_ids", token, 0, 2**31 - 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos: expected true or false, got {self.ignore_eos!r}")
-
-
-def _require_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name}: expected an integer in [{low}, {high}], got {value!r}")
+from paceline.core.params import MAX_SEED, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +22,27 @@ class Request:
         params: see `SamplingParams`.
         block_size: slots per draft block for this request, anchor included; 1 means plain decoding;
             `None` takes the engine's.
+        sample_index: which of several texts of one seed this is; see `samples`.
     """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     block_size: int | None = None
+    sample_index: int = 0
+
+    def samples(self) -> list[Request]:
+        """Returns the `params.n` requests of one text each that this one stands for, ids numbered behind a "#".
+
+        They share one seed; where the request has none, a fresh one is drawn for all.
+        """
+        if self.params.n == 1:
+            return [self]
+        seed = secrets.randbelow(MAX_SEED) if self.params.seed is None else self.params.seed
+        params = replace(self.params, n=1, seed=seed)
+        return [
+            replace(self, id=f"{self.id}#{i}", params=params, sample_index=i) for i in range(self.params.n)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +125,32 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, natural logarithm.
+
+    Args:
+        token_id, logprob: the token that was emitted there.
+        top: the likeliest tokens and their log-probabilities, descending; as many as the request asked for, fewer
+            where fewer have any probability.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """One streamed piece of a completion.
 
     Args:
         request_id: whose piece it is.
         token_ids: tokens delivered by this step (may be empty in the last delta).
-        text: their text; never half a character.
+        text: text that became certain: never half a character, never what may turn out to be a stop string.
         num_drafted_tokens: how many of `token_ids`, from the front, were accepted drafts.
         step: the step's record, `None` for the token that closes prefill.
-        finish_reason: `None` while it goes on, then "stop", "length" or "cancelled".
+        finish_reason: `None` while it goes on, then as in `Completion`.
+        logprobs: one entry for each of `token_ids` where the request asked for them.
     """
 
     request_id: str
@@ -169,6 +159,7 @@ class TokenDelta:
     num_drafted_tokens: int = 0
     step: StepRecord | None = None
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +169,12 @@ class Completion:
     Args:
         request_id: whose it is.
         prompt_ids, token_ids: what went in, what came out.
-        text: decoded `token_ids`, special tokens left out.
-        finish_reason: "stop", "length" or "cancelled".
+        text: decoded `token_ids`, special tokens left out, up to before a stop string.
+        finish_reason: "stop", "length", "cancelled", or "error" where its grammar led into a dead end.
+        stop_reason: the stop string or stop token id that ended it, or the error; `None` for the target's own end of
+            text.
+        sample_index: see `Request`.
+        logprobs: one entry for each of `token_ids`; `None` where the request did not ask.
         steps: one record per verify step, in order.
         prefill_s, decode_s: seconds to the first token, and after it.
     """
@@ -192,6 +187,9 @@ class Completion:
     steps: tuple[StepRecord, ...] = ()
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    stop_reason: int | str | None = None
+    sample_index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def acceptance_length(self) -> float | None:
@@ -215,6 +213,9 @@ class Completion:
             "num_prompt_tokens": len(self.prompt_ids),
             "num_new_tokens": len(self.token_ids),
             "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "sample_index": self.sample_index,
+            "logprobs": None if self.logprobs is None else [asdict(entry) for entry in self.logprobs],
             "acceptance_length": self.acceptance_length,
             "num_steps": len(self.steps),
             "prefill_s": self.prefill_s,

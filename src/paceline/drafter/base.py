@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.core.sampling import Law
 from paceline.core.types import Proposal
 
 
@@ -38,5 +39,16 @@ class Drafter(Protocol):
     def inject(self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
         """Extends each context by its rows of tapped hidden states (rows, taps · D). Mutates: the contexts."""
 
-    def draft(self, anchors: Sequence[int], contexts: Sequence[Any], num_draft_tokens: int) -> list[Proposal]:
-        """Returns one proposal of at most `num_draft_tokens` tokens behind each anchor. Leaves contexts as they are."""
+    def draft(
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[Any],
+        num_draft_tokens: int,
+        laws: Sequence[Law] | None = None,
+    ) -> list[Proposal]:
+        """Returns one proposal of at most `num_draft_tokens` tokens behind each anchor. Leaves contexts as they are.
+
+        Args:
+            laws: how each sequence's tokens are drawn; a drafter may use their noise to guess the drawn token
+                (`Law.perturb`). `None` asks for the likeliest tokens.
+        """

@@ -25,7 +25,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.core.block import LayerRule, attends, slot_positions
+from paceline.core.errors import IncompatiblePairError
 from paceline.core.product import Product, linear
+from paceline.core.sampling import Law
 from paceline.core.types import Proposal
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.context import ContextKV
@@ -42,6 +44,10 @@ class Heads(Protocol):
     @property
     def lm_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Normed hidden states (…, D) → logits (…, V)."""
+
+    @property
+    def embed_weight(self) -> torch.Tensor:
+        """The embedding's matrix (V, D)."""
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -99,7 +105,16 @@ class DFlash(nn.Module):
 
         Args:
             token_ids: (V',) the only tokens to draft, so that the head has V' rows; `None` drafts any token.
+
+        Raises:
+            IncompatiblePairError: the target's embedding is of another size.
         """
+        sizes, expected = tuple(heads.embed_weight.shape), (self.config.vocab_size, self.config.hidden_size)
+        if sizes != expected:
+            raise IncompatiblePairError(
+                f"the drafter was made for an embedding of {expected[0]} × {expected[1]}, the target's is {sizes[0]} × "
+                f"{sizes[1]}, so its mask {self.config.mask_token_id} may mean nothing there; hint: use its own target"
+            )
         self._heads, self._head, self._token_ids = heads, heads.lm_head, None
         if token_ids is not None:
             self._token_ids = token_ids.to(heads.head_weight.device, torch.long)
@@ -130,20 +145,55 @@ class DFlash(nn.Module):
 
     @torch.inference_mode()
     def draft(
-        self, anchors: Sequence[int], contexts: Sequence[ContextKV], num_draft_tokens: int
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[ContextKV],
+        num_draft_tokens: int,
+        laws: Sequence[Law] | None = None,
     ) -> list[Proposal]:
-        """Returns a chain of `num_draft_tokens` likeliest tokens behind each anchor. Leaves contexts as they are."""
-        drafted_NK = self._named(self.draft_logits(anchors, contexts, num_draft_tokens).argmax(dim=-1))
+        """Returns a chain of `num_draft_tokens` best guesses behind each anchor. Leaves contexts as they are.
+
+        A block that sees itself whole is another function at another width, so it is drafted at the width it was
+        trained for and cut: a sequence's drafts do not depend on who travels with it.
+        """
+        width = num_draft_tokens if self.is_causal else self.config.num_draft_tokens
+        guesses_NKV = self._guesses(anchors, contexts, width, laws)
+        drafted_NK = self._named(guesses_NKV.argmax(dim=-1))[:, :num_draft_tokens]
         return [Proposal.chain(tokens) for tokens in drafted_NK.tolist()]
 
     @torch.inference_mode()
     def candidates(
-        self, anchors: Sequence[int], contexts: Sequence[ContextKV], num_draft_tokens: int, width: int
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[ContextKV],
+        num_draft_tokens: int,
+        width: int,
+        laws: Sequence[Law] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probabilities and ids of each slot's `width` likeliest tokens, both (N, K, width)."""
-        log_probs_NKV = self.draft_logits(anchors, contexts, num_draft_tokens).log_softmax(dim=-1)
-        best, ranks = log_probs_NKV.topk(width, dim=-1)
+        """Returns log-probabilities and ids of each slot's `width` best guesses, both (N, K, width).
+
+        There are fewer where fewer tokens can be drafted. Where laws are given, the probability is that of being drawn
+        as far as the drafter can tell, their noise known.
+        """
+        log_probs_NKV = self._guesses(anchors, contexts, num_draft_tokens, laws).log_softmax(dim=-1)
+        best, ranks = log_probs_NKV.topk(min(width, log_probs_NKV.shape[-1]), dim=-1)
         return best, self._named(ranks)
+
+    def _guesses(
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[ContextKV],
+        num_draft_tokens: int,
+        laws: Sequence[Law] | None,
+    ) -> torch.Tensor:
+        """Returns `draft_logits`, with the noise of the laws where there are any."""
+        logits_NKV = self.draft_logits(anchors, contexts, num_draft_tokens)
+        if laws is None:
+            return logits_NKV
+        rows = zip(logits_NKV, contexts, laws, strict=True)
+        return torch.stack(
+            [law.perturb(logits_KV, c.length + 1, self._token_ids) for logits_KV, c, law in rows]
+        )
 
     def _named(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the token ids of rows of the head in use."""

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.core.errors import CapacityError, ConfigError, RequestError
-from paceline.core.types import MAX_SEED, Completion, Request, StepRecord, TokenDelta
+from paceline.core.params import MAX_SEED, Grammar
+from paceline.core.sampling import Law
+from paceline.core.types import Completion, Request, StepRecord, TokenDelta
 from paceline.drafter.base import Drafter
-from paceline.engine.output import TextDecoder, cut
+from paceline.engine.grammar import Automaton, Delayed
+from paceline.engine.output import Output, TextDecoder
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence, room
 from paceline.engine.step import prefill, step
@@ -25,7 +28,10 @@ class Engine:
         drafter: who guesses; `None` decodes plainly.
         max_sequences: most sequences that step together.
         block_size: slots per block, anchor included; `None` takes the drafter's, 1 decodes plainly.
-        new_decoder: makes an incremental text decoder for a sequence; without it deltas carry no text.
+        new_decoder: makes an incremental text decoder for a sequence; without it deltas carry no text, and requests
+            with stop strings are refused.
+        open_grammar: makes the automaton of a grammar; without it requests with a grammar are refused.
+        keyed_drafts: draft with a request's own noise at temperatures above 0; changes the speed, never the text.
     """
 
     def __init__(
@@ -36,14 +42,17 @@ class Engine:
         max_sequences: int = 8,
         block_size: int | None = None,
         new_decoder: Callable[[], TextDecoder] | None = None,
+        open_grammar: Callable[[Grammar], Automaton] | None = None,
+        keyed_drafts: bool = True,
     ) -> None:
         self.target, self.drafter = target, drafter
         self.block_size = self._checked_block_size(block_size)
         self.scheduler = Scheduler(max_sequences)
-        self._new_decoder = new_decoder
-        self._decoders: dict[str, TextDecoder] = {}
+        self.keyed_drafts = keyed_drafts
+        self._new_decoder, self._open_grammar = new_decoder, open_grammar
+        self._automata: dict[str, Automaton] = {}  # of waiting requests
         self._completions: dict[str, Completion] = {}
-        self._admitted: list[TokenDelta] = []  # kept where a later admission of the same step fails
+        self._admitted: list[TokenDelta] = []  # kept where what follows in the same step fails
         self._tap()
 
     def _tap(self) -> None:
@@ -63,42 +72,69 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        """Whether any request waits or runs, or a delta has not been handed out yet."""
+        return bool(self.scheduler.waiting or self.scheduler.running or self._admitted)
 
-    def add(self, request: Request) -> None:
-        """Queues a request.
+    def add(self, request: Request) -> list[str]:
+        """Queues a request, or one for each of its `n` texts, and returns their ids (see `Request.samples`).
 
         Raises:
-            RequestError: an empty prompt, unknown token ids, or an id that is already held.
+            RequestError: an empty prompt, token ids that the target does not have, an id that is already held, a
+                grammar that cannot be compiled, or filters that could leave no token.
             CapacityError: prompt and new tokens exceed the target's positions.
         """
-        spec, prompt = self.target.spec, request.prompt_ids
+        self._check(request)
+        samples = request.samples()
+        for sample in samples:
+            if self.scheduler.holds(sample.id):
+                raise RequestError(f"id: {sample.id!r} is already waiting or running")
+        automata = [self._automaton(sample) for sample in samples]
+        for sample, automaton in zip(samples, automata, strict=True):
+            if automaton is not None:
+                self._automata[sample.id] = automaton
+            self.scheduler.waiting.append(sample)
+        return [sample.id for sample in samples]
+
+    def _check(self, request: Request) -> None:
+        spec, prompt, params = self.target.spec, request.prompt_ids, request.params
         if not prompt:
             raise RequestError("prompt: expected at least one token, got none")
         unknown = next((t for t in prompt if not 0 <= t < spec.vocab_size), None)
         if unknown is not None:
             raise RequestError(f"prompt: token ids must be in 0…{spec.vocab_size - 1}, got {unknown}")
-        if self.scheduler.holds(request.id):
-            raise RequestError(f"id: {request.id!r} is already waiting or running")
-        if len(prompt) + request.params.max_new_tokens > spec.max_positions:
+        params.check_for_target(spec.vocab_size, spec.eos_token_ids)
+        if params.stop and self._new_decoder is None:
+            raise RequestError(
+                "stop: stop strings need text, and this engine decodes none; hint: new_decoder"
+            )
+        if len(prompt) + params.max_new_tokens > spec.max_positions:
             raise CapacityError(
-                f"prompt of {len(prompt)} + max_new_tokens of {request.params.max_new_tokens} exceed the "
+                f"prompt of {len(prompt)} + max_new_tokens of {params.max_new_tokens} exceed the "
                 f"{spec.max_positions} positions of {spec.name}; hint: shorten either"
             )
         self._checked_block_size(request.block_size)
-        self.scheduler.waiting.append(request)
+
+    def _automaton(self, request: Request) -> Automaton | None:
+        if request.params.grammar is None:
+            return None
+        if self._open_grammar is None:
+            raise RequestError("grammar: this engine compiles no grammars; hint: open_grammar")
+        automaton, after = self._open_grammar(request.params.grammar), request.params.grammar.after
+        return Delayed(automaton, after) if after else automaton
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request now and frees its memory; returns whether it was held."""
         withdrawn = self.scheduler.withdraw(request_id)
         if withdrawn is not None:
-            empty = Completion(request_id, withdrawn.prompt_ids, (), "", "cancelled")
-            self._completions[request_id] = empty
+            self._automata.pop(request_id, None)
+            self._completions[request_id] = Completion(
+                request_id, withdrawn.prompt_ids, (), "", "cancelled", sample_index=withdrawn.sample_index
+            )
             return True
+        self._admitted = [delta for delta in self._admitted if delta.request_id != request_id]
         for sequence in self.scheduler.running:
             if sequence.request.id == request_id:
-                sequence.text += self._flush(sequence)
+                sequence.output.flush()
                 sequence.close("cancelled")
                 self._retire()
                 return True
@@ -113,17 +149,23 @@ class Engine:
         self._tap()
         while self.scheduler.has_room:
             self._admitted.append(self._admit())
-        deltas, self._admitted = self._admitted, []
         self._retire()
+        advanced: list[TokenDelta] = []
         running = self.scheduler.running
         if running:
             started = time.perf_counter()
-            verdicts = step(running, self.target, self.drafter)
+            verdicts = step(running, self.target, self.drafter, keyed_drafts=self.keyed_drafts)
             elapsed = time.perf_counter() - started
-            for sequence, verdict in zip(running, verdicts, strict=True):
+            for sequence, verdict in verdicts:
                 sequence.decode_s += elapsed
-                deltas.append(self._deliver(sequence, list(verdict.tokens), sequence.steps[-1]))
+                advanced.append(self._deliver(sequence, list(verdict.tokens), sequence.steps[-1]))
+            advanced += [
+                TokenDelta(s.request.id, (), s.output.flush(), finish_reason=s.finish_reason)
+                for s in running
+                if s.finish_reason == "error"
+            ]
         self._retire()
+        deltas, self._admitted = self._admitted + advanced, []
         return deltas
 
     def close(self) -> None:
@@ -136,54 +178,58 @@ class Engine:
     def _admit(self) -> TokenDelta:
         request = self.scheduler.waiting.popleft()
         started = time.perf_counter()
-        block_size = request.block_size or self.block_size
-        num_prompt, limit = len(request.prompt_ids), self.target.spec.max_positions
-        capacity = room(num_prompt, request.params.max_new_tokens, block_size, limit)
-        sequence = Sequence(
-            request=request,
-            seed=secrets.randbelow(MAX_SEED) if request.params.seed is None else request.params.seed,
-            block_size=block_size,
-            tokens=list(request.prompt_ids),
-            context=self.drafter.open(capacity) if self.drafter and block_size > 1 else None,
-            session=self.target.open(capacity),  # last, since it must be closed
-        )
+        sequence = self._open(request)
         try:
             prefill(sequence, self.target, self.drafter)
         except BaseException:
             sequence.close("cancelled")
             raise
         self.scheduler.running.append(sequence)
-        if self._new_decoder is not None:
-            self._decoders[request.id] = self._new_decoder()
         sequence.prefill_s = time.perf_counter() - started
         return self._deliver(sequence, sequence.tokens[-1:], None)
 
-    def _deliver(self, sequence: Sequence, tokens: list[int], record: StepRecord | None) -> TokenDelta:
-        params, eos = sequence.request.params, self.target.spec.eos_token_ids
-        delivered, reason = cut(tokens, params, sequence.num_delivered, eos)
-        sequence.num_delivered += len(delivered)
-        decoder = self._decoders.get(sequence.request.id)
-        text = decoder.push(delivered) if decoder else ""
-        if reason is not None:
-            text += self._flush(sequence)
-        sequence.text += text
-        if record is not None:
-            record = replace(record, num_emitted=len(delivered))
-            sequence.steps[-1] = record
-        if reason is not None:
-            sequence.close(reason)
-        return TokenDelta(
-            request_id=sequence.request.id,
-            token_ids=tuple(delivered),
-            text=text,
-            num_drafted_tokens=min(record.num_accepted, len(delivered)) if record else 0,
-            step=record,
-            finish_reason=reason,
+    def _open(self, request: Request) -> Sequence:
+        """Returns the sequence of a request that starts now."""
+        spec, params = self.target.spec, request.params
+        block_size = request.block_size or self.block_size
+        capacity = room(len(request.prompt_ids), params.max_new_tokens, block_size, spec.max_positions)
+        law = Law(
+            params,
+            spec.vocab_size,
+            seed=secrets.randbelow(MAX_SEED) if params.seed is None else params.seed,
+            sample_index=request.sample_index,
+            num_prompt_tokens=len(request.prompt_ids),
+            eos_token_ids=spec.eos_token_ids,
+        )
+        return Sequence(
+            request=request,
+            law=law,
+            output=Output(params, law.ends, self._new_decoder() if self._new_decoder else None),
+            block_size=block_size,
+            tokens=list(request.prompt_ids),
+            context=self.drafter.open(capacity) if self.drafter and block_size > 1 else None,
+            automaton=self._automata.pop(request.id, None),
+            session=self.target.open(capacity),  # last, since it must be closed
         )
 
-    def _flush(self, sequence: Sequence) -> str:
-        decoder = self._decoders.pop(sequence.request.id, None)
-        return decoder.flush() if decoder else ""
+    def _deliver(self, sequence: Sequence, tokens: list[int], record: StepRecord | None) -> TokenDelta:
+        before = sequence.output.num_tokens
+        delivery = sequence.output.take(tokens)
+        if record is not None:
+            record = replace(record, num_emitted=len(delivery.token_ids))
+            sequence.steps[-1] = record
+        if delivery.finish_reason is not None:
+            sequence.stop_reason = delivery.stop_reason
+            sequence.close(delivery.finish_reason)
+        return TokenDelta(
+            request_id=sequence.request.id,
+            token_ids=delivery.token_ids,
+            text=delivery.text,
+            num_drafted_tokens=min(record.num_accepted, len(delivery.token_ids)) if record else 0,
+            step=record,
+            finish_reason=delivery.finish_reason,
+            logprobs=tuple(sequence.logprobs[before : before + len(delivery.token_ids)]),
+        )
 
     def _retire(self) -> None:
         for sequence in self.scheduler.retire():

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.core.types import Completion, Request, StepRecord
+from paceline.core.sampling import Law
+from paceline.core.types import Completion, Request, StepRecord, TokenLogprobs
 from paceline.drafter.base import Context
+from paceline.engine.grammar import Automaton
+from paceline.engine.output import Output
 from paceline.target.base import TargetSession
 
 
@@ -19,22 +22,27 @@ class Sequence:
 
     Args:
         request: what was asked.
-        seed: key of its randomness.
+        law: how its tokens are drawn.
+        output: what was delivered of it.
         block_size: slots per block, 1 for plain decoding.
         tokens: committed tokens, prompt included; the last is the anchor.
         session, context: the target's and the drafter's memory of it; context is `None` without a drafter.
+        automaton: where the text stands in its grammar, if it has one.
+        logprobs: one entry for each new token, where the request asks for them.
     """
 
     request: Request
-    seed: int
+    law: Law
+    output: Output
     block_size: int
     tokens: list[int]
     session: TargetSession
     context: Context | None = None
+    automaton: Automaton | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
-    num_delivered: int = 0
     finish_reason: str | None = None
-    text: str = ""
+    stop_reason: int | str | None = None
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
@@ -47,7 +55,7 @@ class Sequence:
     def new_tokens(self) -> list[int]:
         """Delivered tokens."""
         start = len(self.request.prompt_ids)
-        return self.tokens[start : start + self.num_delivered]
+        return self.tokens[start : start + self.output.num_tokens]
 
     def check(self) -> None:
         """Raises AssertionError where the invariant does not hold."""
@@ -68,8 +76,13 @@ class Sequence:
             request_id=self.request.id,
             prompt_ids=self.request.prompt_ids,
             token_ids=tuple(self.new_tokens),
-            text=self.text,
+            text=self.output.text,
             finish_reason=self.finish_reason or "cancelled",
+            stop_reason=self.stop_reason,
+            sample_index=self.request.sample_index,
+            logprobs=tuple(self.logprobs[: self.output.num_tokens])
+            if self.request.params.logprobs is not None
+            else None,
             steps=tuple(self.steps),
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,

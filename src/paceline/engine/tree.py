@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.sampling import Law
 from paceline.core.types import Proposal
 from paceline.drafter.base import Context, Drafter
 
@@ -28,9 +29,14 @@ class BlockDrafter(Drafter, Protocol):
         """Whether a slot sees only slots before it, so that a shorter block says the same about its slots."""
 
     def candidates(
-        self, anchors: Sequence[int], contexts: Sequence[Any], num_draft_tokens: int, width: int
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[Any],
+        num_draft_tokens: int,
+        width: int,
+        laws: Sequence[Law] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probabilities and ids of each slot's `width` likeliest tokens, both (N, K, width)."""
+        """Returns log-probabilities and ids of each slot's `width` best guesses, both (N, K, width)."""
 
 
 def grow(log_probs: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]], num_nodes: int) -> Proposal:
@@ -90,12 +96,19 @@ class TreeDrafter:
         """Extends each context. Mutates: the contexts."""
         self._drafter.inject(contexts, hidden)
 
-    def draft(self, anchors: Sequence[int], contexts: Sequence[Any], num_draft_tokens: int) -> list[Proposal]:
+    def draft(
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[Any],
+        num_draft_tokens: int,
+        laws: Sequence[Law] | None = None,
+    ) -> list[Proposal]:
         """Returns a tree of at most `num_draft_tokens` nodes behind each anchor."""
         depth = self._drafter.block_size - 1
         if self._drafter.is_causal:
             depth = min(depth, num_draft_tokens)  # no tree is deeper than it has nodes
-        log_probs, tokens = self._drafter.candidates(anchors, contexts, depth, min(16, num_draft_tokens))
+        width = min(16, num_draft_tokens)
+        log_probs, tokens = self._drafter.candidates(anchors, contexts, depth, width, laws)
         packed = torch.stack([log_probs.double(), tokens.double()]).tolist()  # one copy to the host for both
         return [
             grow(costs, [[int(t) for t in slot] for slot in ids], num_draft_tokens)

@@ -98,6 +98,7 @@ class HFTarget:
             )
         config: Any = model.config.get_text_config(decoder=True)
         check(self._new_cache(), getattr(config, "layer_types", None) or ())
+        self._windows = _windows(config)
         self._layers = find_decoder_layers(model)
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._taps: tuple[int, ...] = ()
@@ -263,17 +264,19 @@ class HFTarget:
             arguments["past_key_values"] = session.cache
         if part.proposal.is_chain:
             return arguments
-        if "position_ids" not in arguments or any(
-            map(_is_ring, DynamicCache(config=self._model.config).layers)
-        ):
+        if "position_ids" not in arguments or not self._windows:
             raise UnsupportedTargetError(
-                f"{self.spec.architecture} takes chains only, since its masks depend on positions (sliding window or "
-                "none given); hint: draft a chain"
+                f"{self.spec.architecture} takes chains only, since it is told no positions or its masks follow rules "
+                "other than a sliding window; hint: draft a chain"
             )
-        return arguments | {"attention_mask": self._tree_mask(session)}
+        masks = {kind: self._tree_mask(session, depths, w) for kind, w in self._windows.items()}
+        return arguments | {"attention_mask": masks if len(masks) > 1 else masks.popitem()[1]}
 
-    def _tree_mask(self, session: HFSession) -> torch.Tensor:
-        """Returns the additive mask (1, 1, rows, length + rows): committed tokens and own ancestors are seen."""
+    def _tree_mask(self, session: HFSession, depths: Sequence[int], window: int | None) -> torch.Tensor:
+        """Returns the additive mask (1, 1, rows, length + rows): committed tokens and own ancestors are seen.
+
+        With a window only the nearest of them: behind the committed tokens, rows are as far apart as their depths.
+        """
         num_rows = len(session.parents)
         sees = torch.zeros(num_rows, session.length + num_rows, dtype=torch.bool)
         sees[:, : session.length] = True
@@ -281,12 +284,29 @@ class HFTarget:
             if above >= 0:
                 sees[row] = sees[above]
             sees[row, session.length + row] = True
+        if window is not None:
+            below = session.length + torch.tensor(depths)
+            keys = torch.cat([torch.arange(session.length), below])
+            sees &= below[:, None] - keys < window
         mask = torch.zeros(sees.shape, dtype=self.dtype).masked_fill_(~sees, torch.finfo(self.dtype).min)
         return mask[None, None].to(self.device)
 
 
 def _is_ring(layer: object) -> bool:
     return type(layer) is DynamicSlidingWindowLayer
+
+
+def _windows(config: Any) -> dict[str, int | None]:
+    """Returns the window of each kind of layer, by the names under which transformers takes masks.
+
+    Empty where layers follow other rules (chunks, windows of several sizes).
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    rings: list[Any] = [layer for layer in DynamicCache(config=config).layers if _is_ring(layer)]
+    if not kinds <= {"full_attention", "sliding_attention"} or any(r.sliding_window != window for r in rings):
+        return {}
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 
 def _parents(part: VerifyRows) -> tuple[int, ...]:

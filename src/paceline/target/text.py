@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,20 @@ class TextCodec:
         """Whether `render_chat` can be used."""
         return self._tokenizer.chat_template is not None
 
+    @property
+    def serialized(self) -> str:
+        """The tokenizer as the text of a tokenizer.json: added tokens included, neither padding nor truncation.
+
+        Raises:
+            ConfigError: a tokenizer that has no such form.
+        """
+        if not self._tokenizer.is_fast:
+            raise ConfigError("the target's tokenizer has no tokenizer.json form; hint: convert it to one")
+        backend = copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return str(backend.to_str())
+
     def encode(self, text: str) -> list[int]:
         """Returns the ids of plain text, with the tokens the tokenizer itself puts before it (BOS), no chat template.
 
@@ -63,6 +78,12 @@ class TextCodec:
             RequestError: not text, or text that UTF-8 cannot hold.
         """
         return self._encode("prompt", text, add_special_tokens=True)
+
+    def encode_word(self, text: str) -> list[tuple[int, ...]]:
+        """Returns the spellings of a word: by itself, and as most tokenizers write it behind a space; no BOS."""
+        bare = text.lstrip(" ") or text
+        spelled = [self._encode("bad_words", word, add_special_tokens=False) for word in (bare, f" {bare}")]
+        return list(dict.fromkeys(map(tuple, spelled)))
 
     def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Returns the ids of a conversation by the model's chat template, up to where the assistant begins.

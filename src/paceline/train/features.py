@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from paceline.checkpoint.store import write_tensors
 from paceline.core.errors import CheckpointError
+from paceline.core.sampling import Law
 from paceline.core.types import EMPTY_PROPOSAL, Proposal
 
 
@@ -57,7 +58,11 @@ class FeatureRecorder:
             context.length += len(rows)
 
     def draft(
-        self, anchors: Sequence[int], contexts: Sequence[Recording], num_draft_tokens: int
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[Recording],
+        num_draft_tokens: int,
+        laws: Sequence[Law] | None = None,
     ) -> list[Proposal]:
         """Returns empty proposals: plain decoding."""
         return [EMPTY_PROPOSAL] * len(anchors)

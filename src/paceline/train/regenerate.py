@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.types import Completion, Request, SamplingParams
+from paceline.core.params import SamplingParams
+from paceline.core.types import Completion, Request
 from paceline.engine.engine import Engine
 from paceline.target.base import Target
 from paceline.train.data import Prompt, digest
