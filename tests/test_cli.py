@@ -20,13 +20,14 @@ from paceline.cli import doctor
 from paceline.cli.decoding import complete
 from paceline.cli.demo import load_demo_prompts
 from paceline.cli.output import Transcript, has_colour
-from paceline.core.types import Completion, SamplingParams, TokenDelta
+from paceline.core.params import SamplingParams
+from paceline.core.types import Completion, TokenDelta
 from paceline.llm import LLM
 from paceline.target.pull import DEFAULT_TARGET
 from paceline.target.text import IncrementalDecoder
 
 QUESTION = "What is the capital of France?"
-COMMANDS = ("demo", "generate", "chat", "train", "inspect", "doctor")
+COMMANDS = ("demo", "generate", "chat", "train", "verify", "inspect", "doctor")
 RECIPE = """
 [drafter]
 mask_token_id = 17
@@ -95,6 +96,17 @@ def test_help_and_version_load_no_torch() -> None:
 
 def test_every_command_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("--json" in run(capsys, command, "--help").out for command in COMMANDS)
+
+
+def test_help_has_a_section_for_each_group(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "generate", "--help").out
+    titles = re.findall(r"^(\w+):$", out, re.MULTILINE)
+    assert titles == ["Arguments", "Options", "Sampling", "Pair"]
+    own, sampling, pair = re.split(r"^(?:Options|Sampling|Pair):$", out, flags=re.MULTILINE)[1:]
+    assert all(flag in own for flag in (" --n N", " --max-new-tokens N", " --json ", " --help "))
+    assert all(f" {flag} " in sampling for flag in ("--top-p", "--bad-word", "--json-schema"))
+    assert " --drafter WHICH " in pair
+    assert "[default: smollm2-135m-instruct]" in " ".join(pair.split())
 
 
 def test_shipped_prompts_are_ten_different_kinds() -> None:

@@ -18,7 +18,8 @@ from paceline.cli import train
 from paceline.cli.chat import Conversation
 from paceline.cli.decoding import complete
 from paceline.cli.output import Transcript
-from paceline.core.types import SamplingParams, TokenDelta
+from paceline.core.params import SamplingParams
+from paceline.core.types import TokenDelta
 from paceline.llm import LLM
 from paceline.train.run import TrainEvent
 from test_cli import RECIPE
@@ -68,11 +69,45 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["generate", "x", "--block-size", "0"], "--block-size"),
         (["generate", "x", "--seed", "-1"], "--seed"),
         (["generate", "x", "--seed", str(2**63)], "--seed"),
+        (["generate", "x", "--n", "0"], "--n"),
+        (["generate", "x", "--n", "2"], "--n: expected 1 at temperature 0"),
+        (["chat", "--n", "2"], "no such option: --n"),
+        (["generate", "x", "--temperature", "nan"], "--temperature"),
+        (["generate", "x", "--top-k", "-1"], "--top-k"),
+        (["generate", "x", "--top-p", "0"], "--top-p"),
+        (["generate", "x", "--min-p", "1.5"], "--min-p"),
+        (["generate", "x", "--repetition-penalty", "0"], "--repetition-penalty"),
+        (["generate", "x", "--presence-penalty", "3"], "--presence-penalty"),
+        (["generate", "x", "--frequency-penalty", "-3"], "--frequency-penalty"),
+        (["generate", "x", "--logit-bias", "5"], "--logit-bias"),
+        (["generate", "x", "--logit-bias", "a=1"], "--logit-bias"),
+        (["generate", "x", "--logit-bias", "1=101"], "--logit-bias"),
+        (["generate", "x", "--logit-bias", "1=1", "--logit-bias", "1=2"], "--logit-bias"),
+        (["generate", "x", "--bad-word", ""], "--bad-word"),
+        (["generate", "x", "--allowed-token-id", "-1"], "--allowed-token-id"),
+        (["generate", "x", "--stop", ""], "--stop"),
+        (["generate", "x", "--stop-token-id", "-1"], "--stop-token-id"),
+        (["generate", "x", "--min-new-tokens", "300"], "--min-new-tokens"),
+        (["generate", "x", "--logprobs", "2"], "--logprobs: needs --json"),
+        (["generate", "x", "--logprobs", "21", "--json"], "--logprobs"),
+        (["generate", "x", "--logprobs-mode", "cooked"], "--logprobs-mode"),
+        (["generate", "x", "--logprobs-mode", "processed"], "--logprobs-mode"),
+        (["generate", "x", "--json-schema", "{"], "--json-schema"),
+        (["generate", "x", "--regex", ""], "--regex"),
+        (["generate", "x", "--regex", "a", "--json-schema", "{}"], "expected one grammar, got 2"),
+        (["generate", "x", "--regex", "a", "--bad-word", "b"], "cannot be kept together with bad_words"),
+        (["generate", "x", "--stream", "--json"], "--stream"),
+        (["generate", "x", "--stream", "--n", "2", "--temperature", "1"], "--stream"),
         (["chat", "--temperature", "1e9"], "--temperature"),
+        (["demo", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["demo", "--temperature", "1"], "--temperature"),
         (["demo", "--drafter", "none"], "--drafter"),
     ],
 )
-def test_wrong_usage_is_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_2(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("paceline.llm.LLM")  # nothing is loaded
     done = run(capsys, *arguments)
     assert (done.code, done.out) == (2, "")
     assert named in done.err.lower()
@@ -90,6 +125,8 @@ def test_wrong_usage_is_2(arguments: list[str], named: str, capsys: pytest.Captu
         (["generate", "x", "--dtype", "int8"], "dtype: expected auto"),
         (["demo", "--target", "org/model"], "none ships for target 'org/model'; hint: "),
         (["demo", "--prompts", "missing.jsonl"], "missing.jsonl: No such file"),
+        (["generate", "x", "--json-schema", "missing.json"], "missing.json: No such file"),
+        (["chat", "--grammar", "missing.lark"], "missing.lark: No such file"),
         (["inspect", "missing"], "target 'missing': expected"),
         (["inspect", "missing", "--pair", "x"], "missing: expected a drafter folder"),
         (["train", "missing.toml"], "recipe missing.toml: cannot be read"),
@@ -127,7 +164,34 @@ def test_stdin_that_is_not_text(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert done.code == 1 and "stdin is not UTF-8 text (byte 2)" in done.err
 
 
+def test_grammar_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "g.lark").write_bytes(b"start: \xff")
+    done = run(capsys, "generate", "x", "--grammar", tmp_path / "g.lark")
+    assert done.code == 1 and "g.lark: expected UTF-8 text, got other bytes at 7" in done.err
+
+
 # Errors of ours, found with the target at hand
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--stop-token-id", "99999"], "stop_token_ids: token ids must be in 0…49151, got 99999"),
+        (["--regex", "("], "grammar: regex: "),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate -", "chat"])
+def test_what_the_target_cannot_do(
+    command: str,
+    flags: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi\nHo\n"), encoding="utf-8"))
+    done = run(capsys, *command.split(), "--drafter", "none", *flags)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"error: {said}") and done.err.count("\n") == 1
 
 
 def test_drafter_for_another_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,10 @@ import typer
 from paceline.cli import options
 from paceline.cli.decoding import complete, describe, ignore, open_pair
 from paceline.cli.output import Transcript, note, say_error, summary, write_json
+from paceline.cli.sampling import Sampling
 from paceline.core.errors import CapacityError, PacelineError
-from paceline.core.types import Completion, SamplingParams
-from paceline.target.pull import DEFAULT_TARGET
+from paceline.core.params import SamplingParams
+from paceline.core.types import Completion
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -24,20 +25,12 @@ app = typer.Typer()
 _HELP = "/reset forgets the conversation, /stats shows its numbers, /exit or Ctrl-D leaves"
 
 
-@app.command()
+@options.command(app)
 def chat(
-    target: options.Target = DEFAULT_TARGET,
-    drafter: options.Drafter = "auto",
+    sampling: Sampling,
+    pair: options.Pair,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     max_new_tokens: options.MaxNewTokens = 512,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = None,
-    block_size: options.BlockSize = None,
-    tree_nodes: options.TreeNodes = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    backend: options.Backend = "auto",
-    offline: options.Offline = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON line an answer, words on stderr.")
     ] = False,
@@ -48,18 +41,10 @@ def chat(
 
     Lines come from stdin, so a script can talk too; then exit code 1 says that a line had no answer.
     """
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    llm = open_pair(
-        target,
-        drafter,
-        block_size=block_size,
-        tree_nodes=tree_nodes,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        offline=offline,
-    )
-    conversation = Conversation(llm, params, system, drafter=drafter, as_json=as_json)
+    params = sampling.params(as_json=as_json, max_new_tokens=max_new_tokens)
+    llm = open_pair(pair)
+    params = sampling.for_target(params, llm)
+    conversation = Conversation(llm, params, system, drafter=pair.drafter, as_json=as_json)
     interactive = sys.stdin.isatty()
     if interactive:
         note(_HELP)

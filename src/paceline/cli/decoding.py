@@ -1,43 +1,42 @@
-"""A pair from the options, and one answer from the pair, with Ctrl-C as a request rather than an accident."""
+"""A pair from the options, and answers from the pair, with Ctrl-C as a request rather than an accident."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import typer
 
+from paceline.cli.options import Pair
 from paceline.cli.output import INTERRUPTED, loading_bar, note, say_error
-from paceline.core.types import Completion, Request, SamplingParams, TokenDelta
+from paceline.core.params import SamplingParams
+from paceline.core.types import Completion, Request, TokenDelta
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
 
-def open_pair(
-    target: str,
-    drafter: str,
-    *,
-    block_size: int | None = None,
-    tree_nodes: int | None = None,
-    **options: Any,
-) -> LLM:
-    """Returns the loaded pair; says so on stderr when there is no drafter to be found.
-
-    Args:
-        target, drafter, block_size, tree_nodes: as the options have them.
-        options: device, dtype, backend, offline; see `LLM`.
-    """
+def open_pair(pair: Pair) -> LLM:
+    """Returns the loaded pair; says so on stderr when there is no drafter to be found."""
     with loading_bar() as report:
         from paceline.llm import LLM  # torch takes seconds to import: under the bar
 
-        chosen = None if drafter == "none" else drafter
-        nodes: int | Literal["auto"] | None = "auto" if tree_nodes is None else tree_nodes or None
-        llm = LLM(target, chosen, block_size=block_size, tree_nodes=nodes, progress=report, **options)
-    if drafter == "auto" and llm.checkpoint is None:
-        note(f"no drafter ships for {target}: decoding plainly; --drafter FOLDER names one")
+        nodes: int | Literal["auto"] | None = "auto" if pair.tree_nodes is None else pair.tree_nodes or None
+        llm = LLM(
+            pair.target,
+            None if pair.drafter == "none" else pair.drafter,
+            device=pair.device,
+            dtype=pair.dtype,
+            backend=cast(Any, pair.backend),  # `LLM` refuses others
+            block_size=pair.block_size,
+            tree_nodes=nodes,
+            offline=pair.offline,
+            progress=report,
+        )
+    if pair.drafter == "auto" and llm.checkpoint is None:
+        note(f"no drafter ships for {pair.target}: decoding plainly; --drafter FOLDER names one")
     return llm
 
 
@@ -99,9 +98,21 @@ def complete(
     Args:
         plain: leave the drafter out.
     """
+    [completion] = complete_all(llm, prompt_ids, params, plain=plain, show=show)
+    return completion
+
+
+def complete_all(
+    llm: LLM,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    plain: bool = False,
+    show: Callable[[TokenDelta], None] = ignore,
+) -> list[Completion]:
+    """Returns all `params.n` answers; otherwise like `complete`."""
     engine = llm.new_engine(plain=plain)
-    request = Request("request-0", tuple(prompt_ids), params)
-    engine.add(request)
+    ids = engine.add(Request("request-0", tuple(prompt_ids), params))
     try:
         with Interrupt() as interrupt:
             while engine.has_work and not interrupt.requested:
@@ -109,11 +120,11 @@ def complete(
                     show(delta)
     finally:
         engine.close()
-    return engine.take_completion(request.id)
+    return [engine.take_completion(name) for name in ids]
 
 
-def leave_if_cancelled(completion: Completion) -> None:
-    """Ends the program with exit code 130 where Ctrl-C ended the answer."""
-    if completion.finish_reason == "cancelled":
+def leave_if_cancelled(*completions: Completion) -> None:
+    """Ends the program with exit code 130 where Ctrl-C ended an answer."""
+    if any(completion.finish_reason == "cancelled" for completion in completions):
         say_error("interrupted")
         raise typer.Exit(INTERRUPTED)

@@ -16,10 +16,12 @@ from rich.text import Text
 
 from paceline.cli import options
 from paceline.cli.decoding import complete, describe, ignore, leave_if_cancelled, open_pair
+from paceline.cli.input import read_text
 from paceline.cli.output import Transcript, is_terminal, note, say_error, summary, write_json
+from paceline.cli.sampling import named_as_options
 from paceline.core.errors import ConfigError
-from paceline.core.types import Completion, SamplingParams
-from paceline.target.pull import DEFAULT_TARGET
+from paceline.core.params import SamplingParams
+from paceline.core.types import Completion
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -109,20 +111,13 @@ def _speed(completions: Sequence[Completion]) -> float | None:
     return num_tokens / seconds if num_tokens > 0 and seconds > 0 else None
 
 
-@app.command()
+@options.command(app)
 def demo(
-    target: options.Target = DEFAULT_TARGET,
-    drafter: options.Drafter = "auto",
+    pair: options.Pair,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Other prompts: JSON lines with id, kind and prompt.")
     ] = None,
     max_new_tokens: options.MaxNewTokens = 96,
-    block_size: options.BlockSize = None,
-    tree_nodes: options.TreeNodes = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    backend: options.Backend = "auto",
-    offline: options.Offline = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Show DFlash beside plain decoding on ten prompts.
@@ -130,24 +125,17 @@ def demo(
     Greedy, one prompt at a time. On a terminal, green is what the drafter guessed and the target confirmed. Exit
     code 1 says that a text differed.
     """
+    with named_as_options():
+        params = SamplingParams(max_new_tokens=max_new_tokens)
     chosen = load_demo_prompts(prompts)
-    _require_drafter(target, drafter)
-    llm = open_pair(
-        target,
-        drafter,
-        block_size=block_size,
-        tree_nodes=tree_nodes,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        offline=offline,
-    )
-    rows = run(llm, chosen, SamplingParams(max_new_tokens=max_new_tokens), live=is_terminal() and not as_json)
-    totals, pair = Totals.of(rows), describe(llm, drafter)
+    _require_drafter(pair)
+    llm = open_pair(pair)
+    rows = run(llm, chosen, params, live=is_terminal() and not as_json)
+    totals, used = Totals.of(rows), describe(llm, pair.drafter)
     if as_json:
-        write_json(_document(rows, totals, pair))
+        write_json(_document(rows, totals, used))
     else:
-        _print_table(rows, totals, pair)
+        _print_table(rows, totals, used)
     if not totals.identical:
         differing = ", ".join(row.prompt.id for row in rows if not row.identical)
         say_error(f"plain decoding and DFlash gave different texts for {differing}")
@@ -162,10 +150,7 @@ def load_demo_prompts(path: Path | None) -> list[DemoPrompt]:
         OSError: a file that cannot be read.
     """
     source = path or Path(str(resources.files("paceline"))) / "data" / "demo_prompts.jsonl"
-    try:
-        lines = source.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{source}: expected UTF-8 text, got other bytes at {error.start}") from error
+    lines = read_text(source).split("\n")
     found = [_prompt(line, f"{source}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigError(f"{source}: expected at least one prompt, got none")
@@ -184,16 +169,16 @@ def _prompt(line: str, where: str) -> DemoPrompt:
     return DemoPrompt(**row)
 
 
-def _require_drafter(target: str, drafter: str) -> None:
-    if drafter == "none":
+def _require_drafter(pair: options.Pair) -> None:
+    if pair.drafter == "none":
         raise typer.BadParameter(
             "the demo compares with a drafter; name a folder, or auto", param_hint="--drafter"
         )
     from paceline.llm import shipped_drafter
 
-    if drafter == "auto" and shipped_drafter(target) is None:
+    if pair.drafter == "auto" and shipped_drafter(pair.target) is None:
         raise ConfigError(
-            f"drafter: none ships for target {target!r}; hint: name one with --drafter FOLDER, or train one with "
+            f"drafter: none ships for target {pair.target!r}; hint: name one with --drafter FOLDER, or train one with "
             "`paceline train`"
         )
 

@@ -1,4 +1,4 @@
-"""`paceline generate`: one prompt, one answer."""
+"""`paceline generate`: one prompt, one answer or several."""
 
 from __future__ import annotations
 
@@ -8,85 +8,65 @@ from typing import Annotated
 import typer
 
 from paceline.cli import options
-from paceline.cli.decoding import complete, describe, ignore, leave_if_cancelled, open_pair
+from paceline.cli.decoding import complete_all, describe, ignore, leave_if_cancelled, open_pair
+from paceline.cli.input import read_prompt
 from paceline.cli.output import Transcript, note, summary, write_json
-from paceline.core.errors import RequestError
-from paceline.core.types import SamplingParams
-from paceline.target.pull import DEFAULT_TARGET
+from paceline.cli.sampling import Sampling
+from paceline.core.types import Completion
 
 app = typer.Typer()
 
 
-@app.command()
+@options.command(app)
 def generate(
     prompt: Annotated[
         str, typer.Argument(help="The prompt; '-' reads it from stdin, less its last newline.")
     ],
-    target: options.Target = DEFAULT_TARGET,
-    drafter: options.Drafter = "auto",
-    max_new_tokens: options.MaxNewTokens = 256,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = None,
-    block_size: options.BlockSize = None,
-    tree_nodes: options.TreeNodes = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    backend: options.Backend = "auto",
+    sampling: Sampling,
+    pair: options.Pair,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, no chat template.")
     ] = False,
-    ignore_eos: options.IgnoreEos = False,
-    stream: Annotated[bool, typer.Option(help="Print the text while it grows, or at the end.")] = True,
-    offline: options.Offline = False,
+    max_new_tokens: options.MaxNewTokens = 256,
+    n: Annotated[
+        int, typer.Option("--n", metavar="N", help="So many answers; above 1 they need a temperature.")
+    ] = 1,
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream", help="Print the text while it grows, as it does for one answer."
+        ),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Answer one prompt.
 
     On a terminal, green is what the drafter guessed and the target confirmed."""
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos
-    )
+    params = sampling.params(as_json=as_json, max_new_tokens=max_new_tokens, n=n)
+    if stream and (as_json or n > 1):
+        raise typer.BadParameter("only one text can grow, and not in --json", param_hint="--stream")
     text = read_prompt(prompt)
-    llm = open_pair(
-        target,
-        drafter,
-        block_size=block_size,
-        tree_nodes=tree_nodes,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        offline=offline,
-    )
+    llm = open_pair(pair)
+    params = sampling.for_target(params, llm)
     prompt_ids = llm.codec.encode(text) if raw else llm.render(text)
     transcript = Transcript(llm.codec)
-    shown = stream and not as_json
-    completion = complete(llm, prompt_ids, params, show=transcript.show if shown else ignore)
+    grows = n == 1 and not as_json and stream is not False
+    completions = complete_all(llm, prompt_ids, params, show=transcript.show if grows else ignore)
     if as_json:
-        write_json({**completion.to_dict(), "pair": describe(llm, drafter)})
+        answers = [completion.to_dict() for completion in completions]
+        found = answers[0] if n == 1 else {"completions": answers}
+        write_json({**found, "pair": describe(llm, pair.drafter)})
+    elif n == 1:
+        transcript.finish(completions[0].text)
+        note(summary(completions[0]))
     else:
-        transcript.finish(completion.text)
-        note(summary(completion))
-    leave_if_cancelled(completion)
+        _print_all(completions)
+    leave_if_cancelled(*completions)
 
 
-def read_prompt(prompt: str) -> str:
-    """Returns the prompt, from stdin where it is "-".
-
-    Raises:
-        RequestError: no text, or bytes that are not UTF-8.
-    """
-    text = _read_stdin() if prompt == "-" else prompt
-    if not text.strip():
-        raise RequestError(
-            "prompt: expected some text, got none; hint: pass it as an argument, or '-' and on stdin"
-        )
-    return text
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"prompt: stdin is not UTF-8 text (byte {error.start}); hint: convert it"
-        ) from error
+def _print_all(completions: list[Completion]) -> None:
+    """Prints the texts, each with the end of its line, and behind each its number and summary."""
+    for number, completion in enumerate(completions, 1):
+        sys.stdout.write(completion.text if completion.text.endswith("\n") else f"{completion.text}\n")
+        sys.stdout.flush()
+        note(f"{number}/{len(completions)} · {summary(completion)}")

@@ -76,7 +76,7 @@ def _drafter_folder(name: str, target: str) -> Path | None:
 
 
 def _target(name: str, offline: bool) -> dict[str, Any]:
-    llm = open_pair(name, "none", offline=offline)
+    llm = open_pair(options.Pair(name, "none", offline=offline))
     spec = asdict(llm.target.spec)
     return {"kind": "target", "folder": str(llm.folder), "backend": llm.backend, "spec": spec}
 
@@ -103,7 +103,7 @@ def _drafter(folder: Path, pair: str | None, offline: bool) -> dict[str, Any]:
 def _fit(checkpoint: DrafterCheckpoint, target: str, offline: bool) -> dict[str, Any]:
     from paceline.llm import check_pair
 
-    llm = open_pair(target, "none", offline=offline)
+    llm = open_pair(options.Pair(target, "none", offline=offline))
     try:
         check_pair(checkpoint, llm.target.spec)
     except IncompatiblePairError as error:

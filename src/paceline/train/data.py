@@ -1,8 +1,6 @@
 """Prompt files → prompts as token ids.
 
-Accepted JSON lines, told apart by their keys: `turns` (list of user turns, the first is used), `messages` or
-`conversations` (chat messages; the answer to the last user message is regenerated), `prompt` (one user message), or
-`prompt_ids` (token ids, used as they are).
+`core.prompts` says what a row may be; of a conversation the answer to the last user message is regenerated.
 """
 
 from __future__ import annotations
@@ -16,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
-
-Messages = list[dict[str, str]]
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+from paceline.core.prompts import Messages, messages_of, parse_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ def load_prompts(
             raise ConfigError(f"{source.path}: no rows of categories {source.categories or 'any'}")
         rng.shuffle(rows)
         for row in rows[: source.limit]:
-            ids = tuple(row["prompt_ids"]) if "prompt_ids" in row else tuple(render_chat(_messages(row)))
+            ids = tuple(row["prompt_ids"]) if "prompt_ids" in row else tuple(render_chat(messages_of(row)))
             if len(ids) <= max_tokens:
                 prompts.append(Prompt(str(row["id"]), str(row.get("category", "")), ids))
     rng.shuffle(prompts)
@@ -85,42 +81,4 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(
             f"data source {path}: cannot be read ({error.strerror}); hint: correct its path"
         ) from error
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}:{number}: not a JSON object ({error})") from error
-        if not isinstance(row, dict) or not row.keys() & {
-            "turns",
-            "messages",
-            "conversations",
-            "prompt",
-            "prompt_ids",
-        }:
-            raise ConfigError(
-                f"{path}:{number}: expected one of turns, messages, conversations, prompt, prompt_ids; got "
-                f"{sorted(row) if isinstance(row, dict) else type(row).__name__}"
-            )
-        yield {"id": f"{path.stem}-{number}", **row}
-
-
-def _messages(row: dict[str, Any]) -> Messages:
-    if "turns" in row:
-        return [{"role": "user", "content": str(row["turns"][0])}]
-    if "prompt" in row:
-        return [{"role": "user", "content": str(row["prompt"])}]
-    turns = row.get("messages") or row["conversations"]
-    messages = [
-        {
-            "role": _ROLES.get(turn.get("role") or turn.get("from"), "?"),
-            "content": str(turn.get("content") or turn.get("value") or ""),
-        }
-        for turn in turns
-    ]
-    if any(m["role"] == "?" for m in messages) or not any(m["role"] == "user" for m in messages):
-        raise ConfigError(f"row {row['id']}: expected roles system, user, assistant with at least one user")
-    while messages[-1]["role"] != "user":
-        messages.pop()
-    return messages
+    yield from parse_rows(text, path.stem, str(path))
