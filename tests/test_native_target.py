@@ -1,9 +1,8 @@
-"""The native runner keeps the laws of the protocol: keep, roll back, trees, batches, slots, capacity, bits."""
+"""The native runner keeps the laws of the protocol: keep, roll back, trees, batches, slots, capacity."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import CapacityError, UnsupportedTargetError
 from paceline.core.types import EMPTY_PROPOSAL, Proposal
-from paceline.engine.runtime import probe_rows
 from paceline.target.base import Target, TargetOutput, TargetSession, VerifyRows
 from paceline.target.native import NativeSession, NativeTarget
-from paceline.testing import tiny_shape, tiny_target, tiny_tensors
+from paceline.testing import tiny_target, tiny_tensors
 
 VOCAB, TAPS = 61, (0, 1, 2)
 PROMPT = [5, 17, 3, 44, 9, 60, 21, 8, 33, 12, 50, 7]
@@ -262,74 +260,6 @@ def test_it_obeys_the_protocol(target: NativeTarget) -> None:
     assert isinstance(session, TargetSession)
     assert protocol.dtype is torch.float64
     assert protocol.device == torch.device("cpu")
-
-
-# Row invariance ------------------------------------------------------------------------------------------------------
-
-
-def differing_rows(model: NativeTarget, length: int) -> list[tuple[int, int]]:
-    """Returns (width, row) of every row that has other bits in a pass of 2 to 32 rows than in a pass of its own."""
-    ids = [(11 * i * i + 3 * i) % VOCAB for i in range(length + 32)]
-    session, text = prefilled(model, ids[:length], length + 32), ids[length:]
-    wide = {
-        width: model.verify([VerifyRows(session, text[:1], Proposal.chain(text[1:width]))])[0].logits
-        for width in range(2, 33)
-    }
-    differing = []
-    for row, token in enumerate(text):
-        (lone,) = model.verify([VerifyRows(session, [token], EMPTY_PROPOSAL)])
-        session.keep([0])
-        differing += [(w, row) for w in wide if row < w and not torch.equal(wide[w][row], lone.logits[0])]
-    session.close()
-    return sorted(differing)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (9, 3, 64), (6, 6, 16), (8, 1, 8)])
-def test_float32_rows_keep_their_bits_on_this_cpu(heads: int, kv_heads: int, head_dim: int) -> None:
-    """A row's logits are the same bits in passes of 1 to 32 rows, so near-ties cannot flip.
-
-    Heads that share K/V run as rows of one product, so how many rows a product has depends on the model too; and
-    products split their sums by length, so the lengths lie just below such places.
-    """
-    shape = replace(
-        tiny_shape(hidden_size=heads * head_dim, max_positions=384),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-    )
-    model = NativeTarget(shape, tiny_tensors(shape), name="tiny", dtype=torch.float32)
-    for length in (40, 251, 316):
-        assert differing_rows(model, length) == [], f"(width, row) behind {length} tokens"
-
-
-def test_the_probe_finds_rows_that_depend_on_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_target(max_positions=192, dtype=torch.float32)
-    assert probe_rows(model).verdict == "bit-exact"
-    verify = model.verify
-
-    def rounds_wide_passes_otherwise(batch: Sequence[VerifyRows]) -> list[TargetOutput]:
-        (output,) = verify(batch)
-        if batch[0].num_rows != 8:
-            return [output]
-        return [replace(output, logits=torch.cat([output.logits[:7], output.logits[7:] * (1 + 1e-6)]))]
-
-    monkeypatch.setattr(model, "verify", rounds_wide_passes_otherwise)
-    probe = probe_rows(model)
-    assert probe.differing == (8,), "the last row of eight differs, and no other"
-    assert not probe.is_exact
-    assert probe.verdict == "equal up to near-ties"
-
-
-def test_float32_rows_keep_their_bits_in_a_batch_and_in_a_tree() -> None:
-    model = tiny_target(hidden_size=64, dtype=torch.float32)
-    sessions = [prefilled(model, PROMPT[i:]) for i in range(3)]
-    alone = [model.verify([VerifyRows(s, [4], EMPTY_PROPOSAL)])[0].logits for s in sessions]
-    batch = [
-        VerifyRows(s, [4], p)
-        for s, p in zip(sessions, (TREE, EMPTY_PROPOSAL, Proposal.chain([5] * 9)), strict=True)
-    ]
-    for output, lone in zip(model.verify(batch), alone, strict=True):
-        assert torch.equal(output.logits[:1], lone)
 
 
 def test_the_heads_are_the_targets(target: NativeTarget) -> None:

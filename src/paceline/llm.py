@@ -22,7 +22,7 @@ from paceline.drafter.config import DrafterConfig
 from paceline.drafter.dflash import DFlash
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import cache_dir as chosen_cache_dir
-from paceline.engine.runtime import choose_device, choose_dtype, default_tree_nodes
+from paceline.engine.runtime import choose_device, choose_dtype, default_tree_nodes, probe_rows
 from paceline.engine.tree import TreeDrafter
 from paceline.target.base import Target, TargetSpec
 from paceline.target.grammar import GrammarCompiler
@@ -46,9 +46,11 @@ class LLM:
         backend: "auto" takes the native runner where it fits, else transformers; or force "native" or "hf".
         block_size: slots of a chain, anchor included, up to the drafter's; 1 decodes plainly. `None` leaves the choice
             to `tree_nodes`.
-        tree_nodes: draft trees of so many nodes; "auto" takes what pays in float32 and chains in bfloat16 (see
-            `engine.runtime.default_tree_nodes`), or chains where `block_size` is given; `None` drafts chains of the
-            drafter's own length.
+        tree_nodes: draft trees of so many nodes; "auto" takes what pays (see `engine.runtime.default_tree_nodes`), or
+            chains where `block_size` is given; `None` drafts chains of the drafter's own length.
+        exact: `True` probes that passes of every kind give the bits of plain decoding on this machine, and refuses to
+            load where they do not; `False` spends nothing on it; "auto" computes so that they do on a CPU with the
+            native runner, unprobed.
         max_sequences: most texts that decode together.
         offline: never touch the network.
         progress: told (stage, done, total) while files are fetched or converted.
@@ -67,6 +69,7 @@ class LLM:
         backend: Literal["auto", "native", "hf"] = "auto",
         block_size: int | None = None,
         tree_nodes: int | Literal["auto"] | None = "auto",
+        exact: bool | Literal["auto"] = "auto",
         max_sequences: int = 8,
         offline: bool = False,
         progress: Progress | None = None,
@@ -85,12 +88,31 @@ class LLM:
             check_pair(self.checkpoint, self.target.spec)
             self.dflash = self.checkpoint.build(self.dtype, self.device)
             self.dflash.bind(self.target.heads, self.checkpoint.token_ids)
+        self.exact = self._settle_arithmetic(exact)
         if tree_nodes == "auto":
             chain = block_size is not None or self.dflash is None
-            tree_nodes = None if chain else default_tree_nodes(self.device, self.dtype)
+            tree_nodes = None if chain else default_tree_nodes(self.device, self.dtype, self.exact)
         self.block_size, self.tree_nodes, self.max_sequences = block_size, tree_nodes, max_sequences
         self.new_engine().close()  # refuses a bad block size or batch now rather than at the first request
         self._ids = itertools.count()
+
+    def _settle_arithmetic(self, exact: bool | Literal["auto"]) -> bool:
+        """Returns whether trees have the bits of plain decoding, as far as is known. Mutates: the target."""
+        if exact not in (True, False, "auto"):
+            raise ConfigError(f"exact: expected True, False or 'auto', got {exact!r}")
+        wanted = self.device.type == "cpu" if exact == "auto" else exact
+        if isinstance(self.target, NativeTarget):
+            self.target.exact = wanted
+        if exact is not True:
+            return wanted and self.backend == "native"
+        probe = probe_rows(self.target)
+        lacking = [kind for kind, keeps in probe.kinds.items() if not keeps]
+        if not probe.is_exact:
+            raise UnsupportedTargetError(
+                f"exact: {' and '.join(lacking)} do not have the bits of plain decoding with {self.backend} in "
+                f"{str(self.dtype).removeprefix('torch.')} here; hint: dtype='float32', or leave exact out"
+            )
+        return probe.trees is True
 
     def new_engine(
         self,

@@ -32,6 +32,7 @@ def open_pair(pair: Pair) -> LLM:
             backend=cast(Any, pair.backend),  # `LLM` refuses others
             block_size=pair.block_size,
             tree_nodes=nodes,
+            exact="auto" if pair.exact is None else pair.exact,
             offline=pair.offline,
             progress=report,
         )
@@ -50,6 +51,7 @@ def describe(llm: LLM, drafter: str) -> dict[str, object]:
         "drafter": used,
         "block_size": chain,
         "tree_nodes": llm.tree_nodes,
+        "exact": llm.exact,
         "device": str(llm.device),
         "dtype": str(llm.dtype).removeprefix("torch."),
     }

@@ -50,8 +50,9 @@ def doctor(
 ) -> None:
     """Show versions, machine, choices, row invariance.
 
-    Fetches nothing. "bit-exact" means that the speculative text is the plain one, token for token; "equal up to
-    near-ties" that two tokens of nearly equal probability may come out the other way round.
+    Fetches nothing. "bit-exact" means that the speculative text is the plain one, token for token, whether chains or
+    trees are drafted and whatever runs beside it; "equal up to near-ties" that two tokens of nearly equal probability
+    may come out the other way round.
     """
     with loading_bar():
         report = examine(target, device, dtype, probe=probe)
@@ -100,8 +101,13 @@ def _examine_target(target: str, device: str, dtypes: tuple[str, ...], *, probe:
         found.setdefault("target", {"name": target, "folder": str(llm.folder), "backend": llm.backend})
         if probe:
             rows = probe_rows(llm.target)
-            verdict = {"verdict": rows.verdict, "widths": rows.widths, "differing": rows.differing}
-            found.setdefault("row_invariance", {})[dtype] = verdict
+            found.setdefault("row_invariance", {})[dtype] = {
+                "verdict": rows.verdict,
+                "widths": rows.widths,
+                "differing": rows.differing,
+                "trees": rows.trees,
+                "batches": rows.batches,
+            }
     return found
 
 
@@ -172,7 +178,7 @@ def _lines(report: dict[str, Any]) -> dict[str, str]:
 def _text(value: object) -> str:
     if isinstance(value, dict):
         differing = ", ".join(map(str, value["differing"]))
-        return str(value["verdict"]) + (f" (passes of {differing} rows differ)" if differing else "")
+        return str(value["verdict"]) + (f" (chains of {differing} rows differ)" if differing else "")
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):

@@ -51,6 +51,14 @@ class Pair:
             metavar="N", min=0, max=1024, help="Nodes of a draft tree, 0 for chains; what pays if not given."
         ),
     ] = None
+    exact: Annotated[
+        bool | None,
+        typer.Option(
+            "--exact/--no-exact",
+            help="Probe that no pass changes a bit of plain decoding, or refuse; or spend nothing on it.",
+            show_default=False,
+        ),
+    ] = None
     device: Device = "auto"
     dtype: Dtype = "auto"
     backend: Annotated[

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+ROW_PAD = 4
+"""Products of one, two or three rows round in their own way, unless the weights are packed."""
 PACK_ROWS = 32
 """The row count that packing is tuned for; up to so many rows a bfloat16 pass keeps its bits."""
 
@@ -30,10 +32,12 @@ def is_packable(weight: torch.Tensor) -> bool:
 def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
     """Returns x (…, I) ↦ x · weightᵀ + bias (…, O), over a private prepacked copy of `weight` (O, I) where possible.
 
-    Pure. Not differentiable. Falls back to `torch.nn.functional.linear`.
+    Pure. Not differentiable. What cannot be packed takes `torch.nn.functional.linear`: in float64 on a CPU over rows in
+    fours, which keeps their bits.
     """
     if not is_packable(weight):
-        return lambda x: F.linear(x, weight, bias)
+        in_fours = weight.device.type == "cpu" and weight.dtype is torch.float64
+        return lambda x: _in_fours(x, weight, bias) if in_fours else F.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACK_ROWS)
     pointwise = torch.ops.mkldnn._linear_pointwise.default
 
@@ -42,3 +46,10 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
         return out
 
     return product
+
+
+def _in_fours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns the product, computed over a multiple of `ROW_PAD` rows."""
+    rows = x.reshape(-1, x.shape[-1])
+    padding = rows[:1].expand(-rows.shape[0] % ROW_PAD, -1)
+    return F.linear(torch.cat([rows, padding]), weight, bias)[: rows.shape[0]].view(*x.shape[:-1], -1)

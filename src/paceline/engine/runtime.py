@@ -1,7 +1,7 @@
 """Device, dtype and what the arithmetic of this machine keeps: the only file that says "cuda".
 
-Row invariance is a property of kernels, so it is measured, not assumed: the same tokens are run one at a time and in
-passes of several widths, and the logits are compared bit by bit.
+Row invariance is a property of kernels, so it is measured, not assumed: the same tokens are run one at a time, in
+chains of several widths, on branches of trees and beside other texts, and the logits are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from pathlib import Path
 
 import torch
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, UnsupportedTargetError
 from paceline.core.types import EMPTY_PROPOSAL, Proposal
 from paceline.target.base import Target, TargetSession, VerifyRows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 CACHE_VARIABLE = "PACELINE_CACHE"
 PROBE_WIDTHS = (2, 3, 5, 8, 11, 16, 22, 32)
-PROBE_LENGTHS, PROBE_ROWS = (96, 187, 251, 316, 505), 3
+PROBE_LENGTHS, PROBE_ROWS = (96, 179, 243, 308, 497), 3
+PROBE_BESIDE = (40, 90)
+PROBE_TREES = (((0, 0, 2, 2), (0, 2, 4)), ((0, 0, 1, 1), (0, 1, 3)))
+"""Parents of a tree, and those of its rows that spell the text; the other nodes are decoys before or behind them."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -65,16 +68,17 @@ def has_fast_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def default_tree_nodes(device: torch.device, dtype: torch.dtype) -> int | None:
+def default_tree_nodes(device: torch.device, dtype: torch.dtype, exact: bool = True) -> int | None:
     """Returns the nodes of a draft tree that pay when nobody says otherwise, `None` for chains.
 
-    A tree's branches sum their keys in another order than plain decoding does. In bfloat16 that flips near-ties often
-    enough to change texts, so there chains are drafted, whose rows keep their bits. In float32 a flip takes two logits
-    equal to about six digits. On a CPU each row costs a few percent of a pass; on CUDA it is nearly free.
+    A target that is not `exact` sums the keys of a tree's branches in another order than plain decoding does. In
+    bfloat16 that flips near-ties often enough to change texts, so there, and on CUDA, where no pass is exact, chains
+    are drafted. In float32 a flip takes two logits equal to about six digits. On a CPU each row costs a few percent of
+    a pass; on CUDA it is nearly free.
     """
-    if dtype is torch.bfloat16:
-        return None
-    return 15 if device.type == "cuda" else 5
+    if device.type == "cuda":
+        return None if dtype is torch.bfloat16 else 15
+    return 5 if exact or dtype is not torch.bfloat16 else None
 
 
 def cache_dir() -> Path | None:
@@ -111,58 +115,118 @@ class RowProbe:
     """Whether a row's logits depend on the rows that travel with it.
 
     Args:
-        widths: pass widths that were compared with one-row passes.
+        widths: widths of the chains that were compared with one-row passes.
         differing: those of them whose logits differ in any bit.
+        trees: whether branches of trees have the bits of one-row passes; `None` where the target takes chains only.
+        batches: whether texts that run together have the bits of texts that run alone.
     """
 
     widths: tuple[int, ...]
     differing: tuple[int, ...]
+    trees: bool | None
+    batches: bool
+
+    @property
+    def kinds(self) -> dict[str, bool]:
+        """Which kinds of passes keep their bits."""
+        trees = {} if self.trees is None else {"trees": self.trees}
+        return {"chains": not self.differing, **trees, "batches": self.batches}
 
     @property
     def is_exact(self) -> bool:
-        """Whether all widths agree bit by bit."""
-        return not self.differing
+        """Whether all kinds agree with plain decoding bit by bit."""
+        return all(self.kinds.values())
 
     @property
     def verdict(self) -> str:
         """In words."""
-        return "bit-exact" if self.is_exact else "equal up to near-ties"
+        exact = [kind for kind, keeps in self.kinds.items() if keeps]
+        others = [kind for kind, keeps in self.kinds.items() if not keeps]
+        if not exact or not others:
+            return "equal up to near-ties" if others else "bit-exact"
+        return f"{' and '.join(exact)} bit-exact, {' and '.join(others)} equal up to near-ties"
 
 
 def probe_rows(target: Target, widths: Sequence[int] = PROBE_WIDTHS) -> RowProbe:
-    """Returns which pass widths change a row's bits on this machine, in a few seconds.
+    """Returns which passes change a row's bits on this machine, in a few seconds.
 
-    At several context lengths, some just below a length at which kernels change, the same tokens follow one by one
-    and in passes of each width. Every row is compared at the first length, where the last rows of a pass may round
-    otherwise; the first rows at the others.
+    At several context lengths, some just below a length at which kernels change, the same tokens follow one by one,
+    in chains of each width and on branches of trees. Every row of a chain is compared at the first length, where the
+    last rows of a pass may round otherwise; the first rows at the others. A chain also runs beside a tree and a lone
+    row of two shorter texts.
     """
     rng = random.Random(7)
-    lengths = [length for length in PROBE_LENGTHS if length + max(widths) < target.spec.max_positions]
-    ids = [rng.randrange(target.spec.vocab_size) for _ in range(max(lengths) + max(widths))]
-    session = target.open(len(ids))
-    differing: set[int] = set()
+    most = max(*widths, PROBE_ROWS)
+    lengths = [length for length in PROBE_LENGTHS if length + most < target.spec.max_positions]
+    ids = [rng.randrange(target.spec.vocab_size) for _ in range(max(lengths) + most)]
+    session, *others = sessions = [target.open(len(ids)) for _ in (0, *PROBE_BESIDE)]
+    differing, trees, batches = set[int](), list[bool](), list[bool]()
     try:
+        for other, length in zip(others, PROBE_BESIDE, strict=True):
+            _prefill(target, other, ids[:length])
         for length in lengths:
-            piece = ids[session.length : length]
-            target.verify([VerifyRows(session, piece, EMPTY_PROPOSAL, last_row_only=True)])
-            session.keep(range(len(piece)))
-            num_rows = max(widths) if length == lengths[0] else PROBE_ROWS
-            differing |= _differing(target, session, ids[length:], widths, num_rows)
+            _prefill(target, session, ids[session.length : length])
+            text, num_rows = ids[length:], most if length == lengths[0] else PROBE_ROWS
+            chains = {w: _logits(target, session, text, Proposal.chain(text[1:w])) for w in widths}
+            branches = _branches(target, session, text)
+            batches.append(_keep_to_themselves(target, sessions, text, has_trees=bool(branches)))
+            lone = _one_by_one(target, session, text[:num_rows])
+            differing |= {w for w, logits in chains.items() if not _agree(logits, lone)}
+            trees += [_agree(logits, lone) for logits in branches]
     finally:
-        session.close()
-    return RowProbe(tuple(widths), tuple(sorted(differing)))
+        for opened in sessions:
+            opened.close()
+    return RowProbe(tuple(widths), tuple(sorted(differing)), all(trees) if trees else None, all(batches))
 
 
-def _differing(
-    target: Target, session: TargetSession, ids: Sequence[int], widths: Sequence[int], num_rows: int
-) -> set[int]:
-    """Returns the widths of which one of the first `num_rows` rows differs from its one-row pass. Mutates: session."""
-    parts = {w: VerifyRows(session, ids[:1], Proposal.chain(list(ids[1:w]))) for w in widths}
-    wide = {w: target.verify([part])[0].logits[:num_rows] for w, part in parts.items()}
-    lone = []
-    for token in ids[:num_rows]:
-        (output,) = target.verify([VerifyRows(session, [token], EMPTY_PROPOSAL)])
+def _prefill(target: Target, session: TargetSession, ids: Sequence[int]) -> None:
+    target.verify([VerifyRows(session, ids, EMPTY_PROPOSAL, last_row_only=True)])
+    session.keep(range(len(ids)))
+
+
+def _logits(target: Target, session: TargetSession, text: Sequence[int], drafts: Proposal) -> torch.Tensor:
+    return target.verify([VerifyRows(session, text[:1], drafts)])[0].logits
+
+
+def _one_by_one(target: Target, session: TargetSession, text: list[int]) -> torch.Tensor:
+    """Returns the logits (rows, V) of one-row passes. Mutates: session, which then holds the text."""
+    rows = []
+    for token in text:
+        rows.append(_logits(target, session, [token], EMPTY_PROPOSAL))
         session.keep([0])
-        lone.append(output.logits)
-    single = torch.cat(lone)
-    return {w for w, logits in wide.items() if not torch.equal(logits, single[: logits.shape[0]])}
+    return torch.cat(rows)
+
+
+def _branches(target: Target, session: TargetSession, text: list[int]) -> list[torch.Tensor]:
+    """Returns the logits of the text's first rows on a branch of each tree; none where only chains are taken."""
+    try:
+        return [
+            _logits(target, session, text, _grow(text, parents, path))[list(path)]
+            for parents, path in PROBE_TREES
+        ]
+    except UnsupportedTargetError:
+        return []
+
+
+def _grow(text: list[int], parents: tuple[int, ...], path: tuple[int, ...]) -> Proposal:
+    """Returns a tree that spells the text along the rows of `path`, with decoys elsewhere."""
+    rows = range(1, len(parents) + 1)
+    return Proposal(tuple(text[path.index(row) if row in path else -1] for row in rows), parents)
+
+
+def _keep_to_themselves(
+    target: Target, sessions: Sequence[TargetSession], ids: list[int], *, has_trees: bool
+) -> bool:
+    """Whether a chain, a lone row and a tree of three sessions have the bits that each has alone."""
+    tree = _grow(ids, *PROBE_TREES[0]) if has_trees else Proposal.chain(ids[1:4])
+    drafts = (Proposal.chain(ids[1:8]), EMPTY_PROPOSAL, tree)
+    parts = [VerifyRows(session, ids[:1], p) for session, p in zip(sessions, drafts, strict=True)]
+    together = target.verify(parts)
+    alone = [target.verify([part])[0] for part in parts]
+    return all(torch.equal(a.logits, b.logits) for a, b in zip(together, alone, strict=True))
+
+
+def _agree(logits: torch.Tensor, lone: torch.Tensor) -> bool:
+    """Whether as many first rows as both have are the same bits."""
+    shared = min(len(logits), len(lone))
+    return torch.equal(logits[:shared], lone[:shared])

@@ -5,8 +5,9 @@ projections are prepacked once, K/V live in static slots shared by all sequences
 and the head runs on the rows asked for.
 
 Row invariance: every row of a pass is the same bits whatever rows travel with it, so far as the kernels allow
-(`engine/runtime.py` probes that). Two habits make it so: attention runs on a multiple of `ROW_PAD` query rows, since
-products of fewer take other kernels, and the K/V lengths that it sees are those of `padded_length`.
+(`engine/runtime.py` probes that). Three habits make it so: attention runs on a multiple of `ROW_PAD` query rows, since
+products of fewer take other kernels; the K/V lengths that it sees are those of `padded_length`; and it walks a tree run
+by run, each run where plain decoding would put it (see `plan.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,18 @@ import torch.nn.functional as F
 from paceline.core.errors import CapacityError, CheckpointError, UnsupportedTargetError
 from paceline.core.product import PACK_ROWS, Product, linear
 from paceline.target.base import TargetHeads, TargetOutput, TargetSpec, VerifyRows
-from paceline.target.plan import KV_PAD, Plan, padded_length, plan_pass
+from paceline.target.plan import (
+    KV_PAD,
+    Layout,
+    Plan,
+    Run,
+    padded_length,
+    placed_rows,
+    plan_pass,
+    split_pass,
+    walk,
+    whole,
+)
 from paceline.target.weights import Shape, read_tensors
 
 
@@ -40,6 +52,21 @@ class Layer:
     k_norm: torch.Tensor | None
 
 
+@dataclass(slots=True)
+class Branches:
+    """A tree's K/V, until it is known which of its nodes are kept.
+
+    Args:
+        layers: keys and values (R, G, E) of all rows of the pass, by layer.
+        rows: where the part's rows are in the pass.
+        placed: the rows that lie in the slot, in order.
+    """
+
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    rows: list[int]
+    placed: list[int]
+
+
 class NativeSession:
     """A slot of the runner's static K/V."""
 
@@ -48,17 +75,19 @@ class NativeSession:
         self.slot = slot
         self.capacity = capacity
         self.length = 0
+        self.branches: Branches | None = None
 
     def keep(self, rows: Sequence[int]) -> None:
         """Commits the K/V of `rows` of the last pass (see `TargetSession.keep`)."""
-        if list(rows) != list(range(len(rows))):
-            self._target.move_rows(self.slot, self.length, rows)
+        if self.branches is not None:
+            self._target.place_rows(self.slot, self.length, rows, self.branches)
+            self.branches = None
         self.length += len(rows)
 
     def close(self) -> None:
         """Gives the slot back."""
         self._target.release(self.slot)
-        self.slot = -1
+        self.slot, self.branches = -1, None
 
 
 class NativeTarget:
@@ -71,6 +100,8 @@ class NativeTarget:
         dtype: arithmetic of products and activations; norms and softmax run in float32 (float64 when dtype is).
         eos_token_ids: ends of text; the config's own where empty.
         tokenizer_digest: see `TargetSpec`.
+        exact: give a tree's rows the bits of plain decoding, one attention call for each of its paths. Without it a
+            tree takes one call, and its branches sum their keys in another order.
     """
 
     def __init__(
@@ -83,7 +114,9 @@ class NativeTarget:
         device: torch.device | str = "cpu",
         eos_token_ids: Sequence[int] = (),
         tokenizer_digest: str = "",
+        exact: bool = True,
     ) -> None:
+        self.exact = exact
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self.spec = TargetSpec(
             name=name,
@@ -114,6 +147,7 @@ class NativeTarget:
         device: torch.device,
         eos_token_ids: Sequence[int] = (),
         tokenizer_digest: str = "",
+        exact: bool = True,
     ) -> NativeTarget:
         """Returns the target stored in a transformers folder of safetensors.
 
@@ -131,6 +165,7 @@ class NativeTarget:
             device=device,
             eos_token_ids=eos_token_ids,
             tokenizer_digest=tokenizer_digest,
+            exact=exact,
         )
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -174,7 +209,7 @@ class NativeTarget:
         self.head_weight = self.embed_weight if tied else take("lm_head.weight")
         self._head = linear(self.head_weight)
         on_cpu = self.device.type == "cpu"
-        self._max_rows = PACK_ROWS if on_cpu and self.dtype is torch.bfloat16 else 1 << 30
+        self._max_rows = PACK_ROWS if on_cpu and self.dtype is torch.bfloat16 else None
         self._min_rows = 1 if _keeps_lone_rows(self._head, self.embed_weight) else 2
         unknown = sorted(k for k in set(tensors) - taken if not k.endswith("rotary_emb.inv_freq"))
         if unknown:
@@ -226,13 +261,13 @@ class NativeTarget:
         if capacity > self._capacity:  # by at least half again, so that growing many times costs little
             self._capacity = min(max(capacity, self._capacity * 3 // 2), self.shape.max_positions)
         room = padded_length(self._capacity + PACK_ROWS)
-        shape = (wanted, self.shape.num_kv_heads, room, self.shape.head_dim)
+        shape = (wanted, room, self.shape.num_kv_heads, self.shape.head_dim)
         cache = []
         for i in range(self.shape.num_layers):
             pair = (self._blank(shape), self._blank(shape))
             if self._cache:
                 for new, old in zip(pair, self._cache[i], strict=True):
-                    new[:num_slots, :, : old.shape[2]] = old
+                    new[:num_slots, : old.shape[1]] = old
             cache.append(pair)
         self._cache = cache
         self._free.extend(range(num_slots, wanted))
@@ -242,12 +277,16 @@ class NativeTarget:
     def _blank(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def move_rows(self, slot: int, length: int, rows: Sequence[int]) -> None:
-        """Packs the K/V of the kept `rows` behind `length` (a tree's accepted path)."""
-        source = torch.tensor([length + r for r in rows], device=self.device)
-        for keys, values in self._cache:
-            keys[slot, :, length : length + len(rows)] = keys[slot, :, source]
-            values[slot, :, length : length + len(rows)] = values[slot, :, source]
+    def place_rows(self, slot: int, length: int, rows: Sequence[int], branches: Branches) -> None:
+        """Writes the K/V of the kept `rows` (a tree's accepted path) behind `length`, where others lie there."""
+        agree = [row == placed for row, placed in zip(rows, branches.placed, strict=False)]
+        first = agree.index(False) if False in agree else len(agree)
+        if first == len(rows):
+            return
+        source = torch.tensor([branches.rows[row] for row in rows[first:]], device=self.device)
+        for (keys, values), (new_keys, new_values) in zip(self._cache, branches.layers, strict=True):
+            keys[slot, length + first : length + len(rows)] = new_keys[source]
+            values[slot, length + first : length + len(rows)] = new_values[source]
 
     # The pass ----------------------------------------------------------------------------------------------------
 
@@ -255,16 +294,15 @@ class NativeTarget:
     def verify(self, batch: Sequence[VerifyRows]) -> list[TargetOutput]:
         """Runs one pass over all parts (see `Target.verify`).
 
-        Parts are padded to the widest one. Beyond `PACK_ROWS` rows a pass is cut at part boundaries, so
-        that the products see widths whose rows are bitwise those of any other width.
+        Where only passes of up to `PACK_ROWS` rows keep their bits, a wider one is cut at part boundaries.
         """
         self._check_room(batch)
-        order = sorted(
-            range(len(batch)), key=lambda n: _slot(batch[n])
-        )  # in slot order attention reads in place
+        walks = [walk(part) if self.exact else whole(part) for part in batch]
+        order = sorted(range(len(batch)), key=lambda n: _slot(batch[n]))  # so attention reads slots in place
         outputs: dict[int, TargetOutput] = {}
-        for chunk in _split(order, batch, self._max_rows):
-            outputs.update(zip(chunk, self._run([batch[n] for n in chunk]), strict=True))
+        for chunk in split_pass(order, walks, self._max_rows):
+            done = self._run([batch[n] for n in chunk], [walks[n] for n in chunk])
+            outputs.update(zip(chunk, done, strict=True))
         return [outputs[n] for n in range(len(batch))]
 
     def _check_room(self, batch: Sequence[VerifyRows]) -> None:
@@ -275,100 +313,120 @@ class NativeTarget:
                     f"{session.length} + {part.num_rows} rows do not fit the session's {session.capacity}"
                 )
 
-    def _run(self, batch: Sequence[VerifyRows]) -> list[TargetOutput]:
-        room = self._cache[0][0].shape[2]
-        plan = plan_pass(batch, [_slot(part) for part in batch], room, self.device, self._min_rows)
-        x = F.embedding(plan.tokens, self.embed_weight)
-        num_seq, width = plan.tokens.shape
-        x = x.view(num_seq * width, -1)
-        cos, sin = (table[plan.positions].view(num_seq * width, 1, -1) for table in self._rope)
-        mask = plan.mask(self.dtype, self.shape.num_heads // self.shape.num_kv_heads)
+    def _run(self, batch: Sequence[VerifyRows], walks: Sequence[Sequence[Run]]) -> list[TargetOutput]:
+        room, shape = self._cache[0][0].shape[1], self.shape
+        layout = Layout(shape.num_heads, shape.num_kv_heads, room, self._min_rows, self.device)
+        plan = plan_pass(batch, walks, [_slot(part) for part in batch], layout)
+        x = F.embedding(torch.cat([leg.tokens for leg in plan.legs]), self.embed_weight)
+        positions = torch.cat([leg.positions for leg in plan.legs])
+        cos, sin = (table[positions][:, None] for table in self._rope)
+        masks = [leg.mask(self.dtype) for leg in plan.legs]
         tapped: dict[int, torch.Tensor] = {}
+        fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
+        has_trees = not all(part.proposal.is_chain for part in batch)
         for i, layer in enumerate(self.layers):
-            x = self._attend(i, layer, x, cos, sin, plan, mask)
+            q, k, v = self._project(layer, x, cos, sin)
+            x = x + layer.out(self._attend(self._cache[i], plan, masks, q, k, v))
             gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate) * up)
+            if has_trees:
+                fresh.append((k, v))
             if i in self._taps:
                 tapped[i] = x
+        for part, runs, rows in zip(batch, walks, plan.rows, strict=True):
+            is_chain = part.proposal.is_chain  # its rows lie where they may stay
+            _session(part).branches = None if is_chain else Branches(fresh, rows, placed_rows(runs))
         hidden = torch.cat([tapped[i] for i in self._taps], dim=-1) if self._taps else x[:, :0]
-        return self._finish(batch, plan, x, hidden.view(num_seq, width, -1))
+        return self._finish(batch, plan, x, hidden)
 
     def _finish(
         self, batch: Sequence[VerifyRows], plan: Plan, x: torch.Tensor, hidden: torch.Tensor
     ) -> list[TargetOutput]:
-        width = plan.tokens.shape[1]
         wanted = [
-            n * width + r
-            for n, part in enumerate(batch)
-            for r in ([part.num_rows - 1] if part.last_row_only else range(part.num_rows))
+            rows[-1:] if part.last_row_only else rows for part, rows in zip(batch, plan.rows, strict=True)
         ]
-        rows = x if len(wanted) == x.shape[0] else x[torch.tensor(wanted, device=self.device)]
-        logits = self._head(self._norm(rows, self.norm)).to(self._math)
-        counts = [1 if part.last_row_only else part.num_rows for part in batch]
+        picked = _take(x, [row for rows in wanted for row in rows])
+        logits = self._head(self._norm(picked, self.norm)).to(self._math)
         return [
-            TargetOutput(logits=piece, hidden=hidden[n, : part.num_rows])
-            for n, (part, piece) in enumerate(zip(batch, logits.split(counts), strict=True))
+            TargetOutput(logits=piece, hidden=_take(hidden, rows))
+            for piece, rows in zip(logits.split([len(rows) for rows in wanted]), plan.rows, strict=True)
         ]
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.shape.rms_norm_eps)
 
+    def _project(
+        self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns queries (R, H, E), keys and values (R, G, E) of all rows."""
+        heads, groups, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
+        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(-1, heads + 2 * groups, dim)
+        if layer.q_norm is None or layer.k_norm is None:
+            q, k = _rotate(qkv[:, : heads + groups], cos, sin).split((heads, groups), dim=1)
+        else:
+            q, k = qkv[:, :heads], qkv[:, heads : heads + groups]
+            q, k = (_rotate(self._norm(y, w), cos, sin) for y, w in ((q, layer.q_norm), (k, layer.k_norm)))
+        return q, k, qkv[:, heads + groups :]
+
     def _attend(
         self,
-        index: int,
-        layer: Layer,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
         plan: Plan,
-        mask: torch.Tensor,
+        masks: Sequence[torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> torch.Tensor:
-        heads, groups, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
-        num_seq, width = plan.tokens.shape
-        qkv = layer.qkv(self._norm(x, layer.input_norm)).view(num_seq * width, heads + 2 * groups, dim)
-        q, k, v = qkv.split((heads, groups, groups), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        keys, values = self._cache[index]
-        keys[plan.slot_index, :, plan.cache_index] = k.reshape(num_seq, width, groups, dim)
-        values[plan.slot_index, :, plan.cache_index] = v.reshape(num_seq, width, groups, dim)
-        q = q.view(num_seq, width, groups, heads // groups, dim).permute(0, 2, 3, 1, 4)
-        q = q.reshape(num_seq, groups, (heads // groups) * width, dim)
-        attended = F.scaled_dot_product_attention(
-            plan.pad(q),
-            keys[plan.slots, :, : plan.kv_length],
-            values[plan.slots, :, : plan.kv_length],
-            mask,
-        )[:, :, : q.shape[2]]
-        attended = attended.view(num_seq, groups, heads // groups, width, dim).permute(0, 3, 1, 2, 4)
-        return x + layer.out(attended.reshape(num_seq * width, heads * dim))
+        """Returns what each row's heads saw (R, H · E). Mutates: the cache."""
+        keys, values = cache
+        all_keys, all_values, flat = keys.flatten(0, 1), values.flatten(0, 1), q.reshape(-1, q.shape[-1])
+        seen = []
+        for leg, mask in zip(plan.legs, masks, strict=True):
+            length = leg.visible.shape[2]
+            all_keys.index_copy_(0, leg.places, k[leg.rows])
+            all_values.index_copy_(0, leg.places, v[leg.rows])
+            seen.append(
+                F.scaled_dot_product_attention(
+                    flat[leg.queries],
+                    keys[leg.slots, :length].transpose(1, 2),
+                    values[leg.slots, :length].transpose(1, 2),
+                    mask,
+                ).flatten(0, 2)
+            )
+        answers = torch.cat(seen) if len(seen) > 1 else seen[0]
+        return answers[plan.answers].view(-1, self.shape.num_heads * self.shape.head_dim)
 
 
-def _split(order: list[int], batch: Sequence[VerifyRows], max_rows: int) -> list[list[int]]:
-    step = max(1, max_rows // max(part.num_rows for part in batch))
-    return [order[i : i + step] for i in range(0, len(order), step)]
+def _take(x: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Returns these rows of `x` (R, ·), without a copy where they follow each other."""
+    first = rows[0]
+    if rows == list(range(first, first + len(rows))):
+        return x[first : first + len(rows)]
+    return x[torch.tensor(rows, device=x.device)]
 
 
 def _rope_table(
     shape: Shape, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cos and sin (length, E) of absolute positions, half-split layout."""
+    """Returns cos and signed sin (length, E) of absolute positions, for `_rotate` in half-split layout."""
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
     angles = torch.arange(length, dtype=torch.float64)[:, None] / shape.rope_theta**exponent
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    cos, sin = torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1)
+    return cos.to(device, dtype), sin.to(device, dtype)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat([-right, left], dim=-1) * sin).to(x.dtype)
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 def _slot(part: VerifyRows) -> int:
+    return _session(part).slot
+
+
+def _session(part: VerifyRows) -> NativeSession:
     if not isinstance(part.session, NativeSession) or part.session.slot < 0:
         raise UnsupportedTargetError(f"expected an open session of the native runner, got {part.session!r}")
-    return part.session.slot
+    return part.session
 
 
 def _keeps_lone_rows(product: Product, rows: torch.Tensor) -> bool:
