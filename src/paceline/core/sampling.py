@@ -77,7 +77,7 @@ class Law:
         if self.params.is_greedy:
             return scores_RV.argmax(dim=-1)
         positions = [len(tokens) + depth for depth in proposal.depths]
-        return (self.shape(scores_RV) + self._noise_rows(positions, scores_RV.device)).argmax(dim=-1)
+        return self.shape(scores_RV).add_(self._noise_rows(positions, scores_RV.device)).argmax(dim=-1)
 
     def log_probs(
         self,
@@ -107,38 +107,40 @@ class Law:
         Arguments as for `choose`.
         """
         params, device = self.params, logits_RV.device
-        scores_RV = logits_RV
+        rows, forbidden = self._forbidden(tokens, proposal)
+        is_filtered = params.bias or rows or params.allowed_token_ids is not None or legal_RV is not None
+        if not is_filtered and not self._has_penalties:
+            return logits_RV
+        scores_RV = logits_RV.clone()  # once; all that follows is done in place
         if params.bias:
             ids, values = zip(*params.bias, strict=True)
-            scores_RV = scores_RV.index_add(
+            scores_RV.index_add_(
                 1, _ids(ids, device), scores_RV.new_tensor(values).expand(len(scores_RV), -1)
             )
-        scores_RV = self._penalise(scores_RV, tokens, proposal)
-        forbidden = self._forbidden(tokens, proposal)
-        if forbidden[0]:
-            scores_RV = scores_RV.index_put(
-                (_ids(forbidden[0], device), _ids(forbidden[1], device)), scores_RV.new_tensor(-math.inf)
-            )
+        self._penalise(scores_RV, tokens, proposal)
+        if rows:
+            scores_RV[_ids(rows, device), _ids(forbidden, device)] = -math.inf
         if params.allowed_token_ids is not None:
             others_V = torch.ones(scores_RV.shape[-1], dtype=torch.bool, device=device)
             others_V[_ids(params.allowed_token_ids, device)] = False
-            scores_RV = scores_RV.masked_fill(others_V, -math.inf)
+            scores_RV.masked_fill_(others_V, -math.inf)
         if legal_RV is not None:
-            scores_RV = scores_RV.masked_fill(~legal_RV.to(device), -math.inf)
+            scores_RV.masked_fill_(~legal_RV.to(device), -math.inf)
         return scores_RV
 
     def shape(self, scores_RV: torch.Tensor) -> torch.Tensor:
         """Returns log-weights (R, V), the largest 0, after operations 8 to 11: what noise is added to. Pure."""
         params = self.params
         # The largest is subtracted first: at a tiny temperature only 0 stays finite.
-        weights_RV = (scores_RV - scores_RV.amax(dim=-1, keepdim=True)) / params.temperature
+        weights_RV = (scores_RV - scores_RV.amax(dim=-1, keepdim=True)).div_(params.temperature)
         if 0 < params.top_k < weights_RV.shape[-1]:
             least_R1 = weights_RV.topk(params.top_k, dim=-1).values[:, -1:]
-            weights_RV = weights_RV.masked_fill(weights_RV < least_R1, -math.inf)
+            weights_RV.masked_fill_(weights_RV < least_R1, -math.inf)
         if params.top_p < 1.0:
-            weights_RV = weights_RV.masked_fill(_outside_top_p(weights_RV, params.top_p), -math.inf)
+            is_outside_RV = _outside_top_p(weights_RV, params.top_p, are_few=params.top_k > 0)
+            weights_RV.masked_fill_(is_outside_RV, -math.inf)
         if params.min_p > 0.0:
-            weights_RV = weights_RV.masked_fill(weights_RV < math.log(params.min_p), -math.inf)
+            weights_RV.masked_fill_(weights_RV < math.log(params.min_p), -math.inf)
         return weights_RV
 
     def perturb(
@@ -172,20 +174,26 @@ class Law:
                 )
         return torch.stack([self._noise[position] for position in positions])
 
-    def _penalise(self, scores_RV: torch.Tensor, tokens: Sequence[int], proposal: Proposal) -> torch.Tensor:
+    @property
+    def _has_penalties(self) -> bool:
+        params = self.params
+        return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+
+    def _penalise(self, scores_RV: torch.Tensor, tokens: Sequence[int], proposal: Proposal) -> None:
+        """Applies operations 2 and 3. Mutates: scores_RV."""
         params = self.params
         if params.repetition_penalty != 1.0:
             ids_U, counts_RU = _counts(tokens, proposal, scores_RV.device)
             scores_RU, factor = scores_RV[:, ids_U], params.repetition_penalty
             penalised_RU = torch.where(scores_RU < 0, scores_RU * factor, scores_RU / factor)
-            scores_RV = scores_RV.index_copy(1, ids_U, torch.where(counts_RU > 0, penalised_RU, scores_RU))
+            scores_RV[:, ids_U] = torch.where(counts_RU > 0, penalised_RU, scores_RU)
         if params.presence_penalty or params.frequency_penalty:
             ids_U, counts_RU = _counts(tokens[self.num_prompt_tokens :], proposal, scores_RV.device)
+            # clamp, since a number times a mask would be float32
             penalty_RU = params.frequency_penalty * counts_RU + params.presence_penalty * counts_RU.clamp(
                 max=1
             )
-            scores_RV = scores_RV.index_add(1, ids_U, -penalty_RU.to(scores_RV.dtype))
-        return scores_RV
+            scores_RV[:, ids_U] -= penalty_RU.to(scores_RV.dtype)
 
     def _forbidden(self, tokens: Sequence[int], proposal: Proposal) -> tuple[list[int], list[int]]:
         """Returns rows and tokens of what operations 4 and 5 forbid, in pairs."""
@@ -226,44 +234,48 @@ def _counts(
     ids = sorted({*tokens, *proposal.tokens})
     column = {token: i for i, token in enumerate(ids)}
     committed = Counter(tokens)
-    paths = _paths(proposal)
-    counts_RU = torch.tensor([committed[token] for token in ids], dtype=torch.float64).repeat(len(paths), 1)
-    for row, path in enumerate(paths):
-        for token in path:
-            counts_RU[row, column[token]] += 1
-    return _ids(ids, device), counts_RU.to(device)
+    counts = [[committed[token] for token in ids]]
+    for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
+        counts.append(counts[parent].copy())
+        counts[-1][column[token]] += 1
+    return _ids(ids, device), torch.tensor(counts, dtype=torch.float64, device=device)
 
 
 _COARSE = 18
 """Low bits of a float32 that the first look at a probability leaves out: what is left tells sixteenths apart."""
 
 
-def _outside_top_p(weights_RV: torch.Tensor, top_p: float) -> torch.Tensor:
+def _outside_top_p(weights_RV: torch.Tensor, top_p: float, *, are_few: bool = False) -> torch.Tensor:
     """Returns which tokens top-p leaves out, (R, V): all below the least likely one that is needed.
 
     A sort of the vocabulary would cost as much as a layer. Here a histogram over the leading bits of the probabilities
     (as float32, whose bits are in the order of the numbers) finds the bucket of the limit, and only that is sorted.
     Masses are whole numbers of 2**-40: sums of those are exact in any order, so that a row's limit does not depend on
     its neighbours, on threads or on the device.
+
+    Args:
+        are_few: most weights are −inf, as behind top-k; then only the columns of the others are looked at.
     """
     probs_RV = weights_RV.float().softmax(dim=-1)
-    bits_RV, mass_RV = probs_RV.view(torch.int32), probs_RV.mul(2.0**40).long()
-    bucket_RV = bits_RV >> _COARSE
-    histogram_RB = mass_RV.new_zeros(len(mass_RV), 1 << 30 - _COARSE)
-    histogram_RB.scatter_add_(1, bucket_RV.long(), mass_RV)
+    probs_RC = probs_RV[:, (probs_RV > 0).any(dim=0)] if are_few else probs_RV
+    bits_RC, mass_RC = probs_RC.view(torch.int32), probs_RC.mul(2.0**40).long()
+    bucket_RC = bits_RC >> _COARSE
+    histogram_RB = mass_RC.new_zeros(len(mass_RC), 1 << 30 - _COARSE)
+    histogram_RB.scatter_add_(1, bucket_RC.long(), mass_RC)
     from_top_RB = histogram_RB.flip(1).cumsum_(1)
     needed_R1 = (from_top_RB[:, -1:].double() * top_p).ceil().long()
     above_R1 = (from_top_RB < needed_R1).sum(dim=1, keepdim=True)  # buckets above the limit's
     missing_R = (needed_R1 - from_top_RB.gather(1, (above_R1 - 1).clamp(min=0)) * (above_R1 > 0))[:, 0]
 
-    rows, tokens = (bucket_RV == (histogram_RB.shape[1] - 1 - above_R1).int()).nonzero(as_tuple=True)
-    bits, order = (bits_RV[rows, tokens].long() - (rows << 32)).sort(
+    at_limit_RC = bucket_RC == (histogram_RB.shape[1] - 1 - above_R1).int()
+    rows, columns = at_limit_RC.nonzero(as_tuple=True)
+    ranked, order = (bits_RC[rows, columns].long() - (rows << 32)).sort(
         descending=True
     )  # by row, likeliest first
-    sums = torch.nn.functional.pad(mass_RV[rows, tokens][order].cumsum(0), (1, 0))
-    starts_R = torch.searchsorted(rows, torch.arange(len(mass_RV), device=rows.device))
-    limit_R = bits[torch.searchsorted(sums, sums[starts_R] + missing_R) - 1] & 0xFFFFFFFF
-    return bits_RV < limit_R[:, None].int()
+    sums = torch.nn.functional.pad(mass_RC[rows, columns][order].cumsum(0), (1, 0))
+    starts_R = torch.searchsorted(rows, torch.arange(len(mass_RC), device=rows.device))
+    limit_R = ranked[torch.searchsorted(sums, sums[starts_R] + missing_R) - 1] & 0xFFFFFFFF
+    return probs_RV.view(torch.int32) < limit_R[:, None].int()
 
 
 def _ids(values: Sequence[int], device: torch.device) -> torch.Tensor:
