@@ -52,6 +52,9 @@ bench: dev
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/decode.py --dtype bfloat16 --only-tokens
 	$(BIN)/python benchmarks/train_speed.py
+	$(BIN)/python benchmarks/sampling.py
+	$(BIN)/python benchmarks/row_invariance.py
+	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/readme_tables.py
 
 tables: env

@@ -1,13 +1,14 @@
 """The same text with drafts and without: random requests on the real pair, tiny pairs, and structured output.
 
-    python benchmarks/exactness.py [--data DIR] [--num-requests 200] [--max-new-tokens 32]
+    python benchmarks/exactness.py [--data DIR] [--num-requests 200] [--max-new-tokens 16]
     python benchmarks/exactness.py --dtype bfloat16 --num-requests 6 --max-new-tokens 8 --only random
 
 Requests are drawn from a seed: temperatures from 0 to 1.5, every filter, penalties, biases, bad words, stops, grammars,
-log-probabilities. Each is decoded plainly and alone, then drafted with chains of block size 4, 8 and 16 and with the
-default trees, in batches of 1 and 8. Block size 16 is the shipped drafter with more slots than it was trained on: worse
-guesses, the same law. Parts: `random` (real pair), `tiny` (float64, no exception allowed), `json` (JSON schemas: valid,
-and identical to plain constrained decoding), `directed` (the score test of `paceline verify` on many tokens).
+log-probabilities. Each is decoded plainly and alone, then drafted with chains of block size 4, 8 and 16 in batches of 1
+and 8, and with trees of 2 and 5 nodes in batches of 8. Block size 16 is the shipped drafter with more slots than it was
+trained on: worse guesses, the same law. Parts: `random` (real pair), `tiny` (float64, no exception allowed), `json`
+(JSON schemas: valid, and identical to plain constrained decoding), `directed` (the score test of `paceline verify` on
+many tokens).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ GRAMMARS = (
         }
     ),
 )
+MAX_PROMPT_TOKENS = 128
 STOPS = ("\n\n", ". ", "the end", ", and")
 
 
@@ -188,9 +190,8 @@ def real_arms(llm: LLM) -> list[Arm]:
     wide = widened(llm, 16)
     drafters: list[tuple[str, Drafter | None]] = [("plain", None)]
     drafters += [(f"block of {size}", Limited(wide, size)) for size in (4, 8, 16)]
-    if llm.tree_nodes is not None:
-        drafters.append((f"tree of {llm.tree_nodes}", TreeDrafter(wide, llm.tree_nodes)))
-    return [Arm(name, drafter, batch) for batch in (1, 8) for name, drafter in drafters]
+    trees = [Arm(f"tree of {nodes}", TreeDrafter(wide, nodes), 8) for nodes in (2, 5)]
+    return [Arm(name, drafter, batch) for batch in (1, 8) for name, drafter in drafters] + trees
 
 
 class Limited:
@@ -205,11 +206,13 @@ class Limited:
 def random_part(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns how many random requests keep their text, by arm."""
     rng, count = random.Random(arguments.seed), arguments.num_requests
-    prompts = [p for name in SETS for p in load_prompts(arguments.data, name, -(-count // len(SETS)))]
+    texts = [p for name in SETS for p in load_prompts(arguments.data, name, 2 * count // len(SETS))]
+    prompts = [ids for ids in map(llm.render, texts) if len(ids) <= MAX_PROMPT_TOKENS]
+    rng.shuffle(prompts)
     requests = [
         Request(
             f"r{i}",
-            tuple(llm.render(prompt)),
+            tuple(prompt),
             random_params(rng, llm.target.spec.vocab_size, arguments.max_new_tokens, grammars=True),
         )
         for i, prompt in enumerate(prompts[:count])
@@ -329,7 +332,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--num-requests", type=int, default=200)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("random", "tiny", "json", "directed"), nargs="*")
     parser.add_argument("--out", type=Path)

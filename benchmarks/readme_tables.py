@@ -116,7 +116,102 @@ def _other_lines(result: dict[str, Any]) -> list[str]:
     ]
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {"decode": decode_block}
+def exactness_block(results: Path) -> str:
+    """Returns the table of `exactness_float32.json` and sentences on the other exactness results.
+
+    Raises:
+        BlockError: a file is not the shape that benchmarks/README.md describes.
+    """
+    path = results / "exactness_float32.json"
+    if not path.exists():
+        return "Not measured yet: `python benchmarks/exactness.py` measures, and `make tables` writes this table.\n"
+    try:
+        result = _load(path)
+        header = "| drafts | texts at once | same text | acceptance length τ |\n|---|---:|---:|---:|"
+        rows = [_exactness_row(row) for row in result["random"]["rows"][1:]]
+        notes = [
+            *_exactness_lines(result, path),
+            *_other_dtype_line(results / "exactness_bfloat16.json"),
+            *_sampling_lines(results / "sampling.json"),
+        ]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise BlockError(
+            f"{path}: expected the shape in benchmarks/README.md, got {error!r}; run it again"
+        ) from error
+    return "\n".join([header, *rows, "", *notes, ""])
+
+
+def _exactness_row(row: dict[str, Any]) -> str:
+    if row["num_identical"] + len(row["different"]) != row["num_requests"]:
+        raise ValueError(f"{row['drafts']}: the counts of equal and different texts do not add up")
+    length = "" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}"
+    same = f"{row['num_identical']} of {row['num_requests']}"
+    return f"| {row['drafts']} | {row['batch']} | {same} | {length} |"
+
+
+def _exactness_lines(result: dict[str, Any], path: Path) -> list[str]:
+    tiny, texts = result["tiny"]["rows"][1:], result["json"]
+    same = f"{sum(r['num_identical'] for r in tiny)} of {sum(r['num_requests'] for r in tiny)}"
+    drafted = ", ".join(
+        f"{r['num_identical']} of {r['num_requests']} with a {r['drafts']} (τ {r['acceptance_length']:.2f})"
+        for r in texts["rows"][1:]
+    )
+    return [
+        f"{result['random']['rows'][0]['num_requests']} seeded requests with random options (temperature 0 to 1.5, "
+        "every filter, penalties, stops, grammars) on the default pair in float32, against plain decoding alone; "
+        f"logits {result['random']['row_invariance']}. Measured {result['date']} by `{result['command']}`; stored in "
+        f"`benchmarks/results/{path.name}`.",
+        f"On tiny pairs in float64: {same} over {len(tiny)} ways of drafting.",
+        f"JSON schemas: {texts['num_valid']} of {texts['num_requests']} texts valid; the same as plain constrained "
+        f"decoding: {drafted}.",
+        *(f"{name.capitalize()} pair, {_directed_line(part)}" for name, part in result["directed"].items()),
+    ]
+
+
+def _directed_line(part: dict[str, Any]) -> str:
+    (check,) = [check for check in part["checks"] if check["name"] == "directed"]
+    flagged = [check["name"] for check in part["checks"] if check["status"] == "flagged"]
+    return (
+        f"{part['num_tokens']:,} sampled tokens: directed score {check['summary']}; "
+        f"{'flagged: ' + ', '.join(flagged) if flagged else 'nothing flagged'}."
+    )
+
+
+def _other_dtype_line(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    result = _load(path)
+    rows = result["random"]["rows"][1:]
+    same = f"{sum(r['num_identical'] for r in rows)} of {sum(r['num_requests'] for r in rows)}"
+    return [
+        f"In {result['dtype']}: {same} texts over {len(rows)} ways of drafting, logits "
+        f"{result['random']['row_invariance']} (`benchmarks/results/{path.name}`)."
+    ]
+
+
+def _sampling_lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    result = _load(path)
+    dearest = max(
+        (row for row in result["cost"] if row["request"] not in ("pass", "draft")),
+        key=lambda row: float(row["share_of_step"]),
+    )
+    lengths = {
+        (r["drafts"], r["keyed"]): r["acceptance_length"] for r in result["acceptance"] if r["set"] == "all"
+    }
+    gains = ", ".join(
+        f"{drafts} {lengths[drafts, False]:.2f} → {lengths[drafts, True]:.2f}"
+        for drafts in dict.fromkeys(drafts for drafts, _ in lengths)
+    )
+    return [
+        f"Sampling costs at most {100 * dearest['share_of_step']:.0f} % of a step of {dearest['rows']} rows; at "
+        f"temperature {result['temperature']:g} drafts that know the noise raise τ: {gains} "
+        f"(`benchmarks/results/{path.name}`)."
+    ]
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {"decode": decode_block, "exactness": exactness_block}
 
 
 def render(readme: str, results: Path) -> str:

@@ -176,7 +176,7 @@ def decode(
 def compare(llm: LLM, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns coupling and τ by set of prompts."""
     assert llm.dflash is not None
-    nodes = llm.tree_nodes or 5
+    nodes = 5
     params = SamplingParams(max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
     arms: dict[tuple[str, bool], dict[str, Any]] = {
         (f"chain of {llm.dflash.block_size - 1}", False): {"tree_nodes": None, "keyed_drafts": False},

@@ -30,7 +30,7 @@ def walks_trees(llm: LLM) -> bool:
 def test_exact_is_probed_and_then_promised() -> None:
     llm = LLM(dtype="float32", exact=True)
     assert llm.exact and walks_trees(llm)
-    assert llm.tree_nodes == 5
+    assert llm.tree_nodes == 2
 
 
 def test_nothing_is_spent_where_nobody_asks() -> None:

@@ -254,3 +254,57 @@ def test_stale_readme_is_found_and_rewritten(tmp_path: Path, capsys: pytest.Capt
     assert readme_tables.main([], readme, tmp_path) == 0
     assert readme_tables.main(["--check"], readme, tmp_path) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def exactness_results(folder: Path, **changes: Any) -> Path:
+    """Returns a folder with small results of the two exactness benchmarks."""
+    row = {
+        "drafts": "block of 4",
+        "batch": 8,
+        "num_requests": 200,
+        "num_identical": 199,
+        "different": ["r7"],
+        "acceptance_length": 1.25,
+    }
+    row |= changes
+    plain = row | {"drafts": "plain", "num_identical": 200, "different": [], "acceptance_length": None}
+    check = {"name": "directed", "status": "ok", "summary": "z = +0.10 over 900 drafts"}
+    result = {
+        "command": "python benchmarks/exactness.py",
+        "date": "2026-01-01",
+        "dtype": "float32",
+        "random": {"row_invariance": "bit-exact", "rows": [plain, row]},
+        "tiny": {"rows": [plain, row | {"num_identical": 200, "different": []}]},
+        "json": {"num_requests": 50, "num_valid": 49, "rows": [plain, row]},
+        "directed": {"tiny": {"num_tokens": 100_000, "checks": [check]}},
+    }
+    sampling = {
+        "temperature": 1.0,
+        "cost": [
+            {"request": "pass", "rows": 16, "share_of_step": 0.9},
+            {"request": "all", "rows": 16, "share_of_step": 0.08},
+        ],
+        "acceptance": [
+            {"set": "all", "drafts": "chain of 7", "keyed": keyed, "acceptance_length": 1.3 + 0.1 * keyed}
+            for keyed in (False, True)
+        ],
+    }
+    (folder / "exactness_float32.json").write_text(json.dumps(result), encoding="utf-8")
+    (folder / "sampling.json").write_text(json.dumps(sampling), encoding="utf-8")
+    return folder
+
+
+def test_exactness_block_says_what_was_measured(tmp_path: Path) -> None:
+    block = readme_tables.exactness_block(exactness_results(tmp_path))
+    assert "| block of 4 | 8 | 199 of 200 | 1.25 |" in block
+    assert "49 of 50 texts valid" in block
+    assert (
+        "Tiny pair, 100,000 sampled tokens: directed score z = +0.10 over 900 drafts; nothing flagged."
+        in block
+    )
+    assert "at most 8 % of a step of 16 rows" in block and "chain of 7 1.30 → 1.40" in block
+
+
+def test_exactness_counts_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BlockError, match="do not add up"):
+        readme_tables.exactness_block(exactness_results(tmp_path, num_identical=200))

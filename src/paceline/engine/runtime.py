@@ -73,12 +73,16 @@ def default_tree_nodes(device: torch.device, dtype: torch.dtype, exact: bool = T
 
     A target that is not `exact` sums the keys of a tree's branches in another order than plain decoding does. In
     bfloat16 that flips near-ties often enough to change texts, so there, and on CUDA, where no pass is exact, chains
-    are drafted. In float32 a flip takes two logits equal to about six digits. On a CPU each row costs a few percent of
-    a pass; on CUDA it is nearly free.
+    are drafted. In float32 a flip takes two logits equal to about six digits.
+
+    On a CPU every float32 row costs a few percent of a pass, and two nodes pay most with the drafter that ships; with
+    bfloat16 products, and on CUDA, rows are nearly free.
     """
     if device.type == "cuda":
         return None if dtype is torch.bfloat16 else 15
-    return 5 if exact or dtype is not torch.bfloat16 else None
+    if dtype is torch.bfloat16:
+        return 5 if exact else None
+    return 2
 
 
 def cache_dir() -> Path | None:
