@@ -218,7 +218,11 @@ def random_part(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
         for i, prompt in enumerate(prompts[:count])
     ]
     rows, _ = compare(real_arms(llm), requests, real_engine(llm))
-    return {"row_invariance": probe_rows(llm.target).verdict, "rows": rows}
+    return {
+        "max_new_tokens": arguments.max_new_tokens,
+        "row_invariance": probe_rows(llm.target).verdict,
+        "rows": rows,
+    }
 
 
 def json_part(llm: LLM, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -271,7 +275,7 @@ def tiny_part(arguments: argparse.Namespace) -> dict[str, Any]:
             tuple(rng.randrange(61) for _ in range(rng.randrange(1, 40))),
             random_params(rng, 61, 40, grammars=False),
         )
-        for i in range(5 * arguments.num_requests)
+        for i in range(2 * arguments.num_requests)
     ]
     arms = [Arm("plain", None, 1)]
     for block in (4, 8, 16):
@@ -344,18 +348,20 @@ def main() -> None:
         "json": lambda: json_part(llm, arguments),
         "directed": lambda: directed_part(llm, arguments),
     }
-    result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": machine(),
-        "dtype": arguments.dtype,
-        "max_new_tokens": arguments.max_new_tokens,
-    }
     out = arguments.out or Path(f"benchmarks/results/exactness_{arguments.dtype}.json")
     for name in arguments.only or parts:
         with torch.inference_mode():
-            result[name] = parts[name]()
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            done = parts[name]()
+        command = " ".join(["python", *sys.argv])
+        store(out, arguments.dtype, name, {"command": command, "date": time.strftime("%Y-%m-%d"), **done})
+
+
+def store(path: Path, dtype: str, name: str, part: dict[str, Any]) -> None:
+    """Writes one part into the result; parts of other runs on the same machine stay."""
+    where = {"environment": machine(), "dtype": dtype}
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    kept = before if all(before.get(key) == value for key, value in where.items()) else {}
+    path.write_text(json.dumps({**where, **kept, name: part}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -270,13 +270,14 @@ def exactness_results(folder: Path, **changes: Any) -> Path:
     plain = row | {"drafts": "plain", "num_identical": 200, "different": [], "acceptance_length": None}
     check = {"name": "directed", "status": "ok", "summary": "z = +0.10 over 900 drafts"}
     result = {
-        "command": "python benchmarks/exactness.py",
-        "date": "2026-01-01",
         "dtype": "float32",
-        "random": {"row_invariance": "bit-exact", "rows": [plain, row]},
+        "random": {"command": "x", "date": "today", "row_invariance": "bit-exact", "rows": [plain, row]},
         "tiny": {"rows": [plain, row | {"num_identical": 200, "different": []}]},
         "json": {"num_requests": 50, "num_valid": 49, "rows": [plain, row]},
-        "directed": {"tiny": {"num_tokens": 100_000, "checks": [check]}},
+        "directed": {
+            pair: {"num_tokens": count, "checks": [check]}
+            for pair, count in (("tiny", 100_000), ("real", 5_000))
+        },
     }
     sampling = {
         "temperature": 1.0,
