@@ -1,7 +1,7 @@
 """The same text with drafts and without: random requests on the real pair, tiny pairs, and structured output.
 
     python benchmarks/exactness.py [--data DIR] [--num-requests 200] [--max-new-tokens 16]
-    python benchmarks/exactness.py --dtype bfloat16 --num-requests 6 --max-new-tokens 8 --only random
+    python benchmarks/exactness.py --dtype bfloat16 --num-requests 12 --max-new-tokens 12 --only random
 
 Requests are drawn from a seed: temperatures from 0 to 1.5, every filter, penalties, biases, bad words, stops, grammars,
 log-probabilities. Each is decoded plainly and alone, then drafted with chains of block size 4, 8 and 16 in batches of 1
