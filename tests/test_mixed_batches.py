@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,3 +185,34 @@ def test_the_toy_grammar_binds() -> None:
     assert [token % 2 for token in body] == [i // 2 % 2 for i in range(len(body))]
     free = run_checked(engine(DFLASH, 1), [Request("a", (5, 6), SamplingParams(12, temperature=1.5, seed=1))])
     assert free["a"].token_ids != text
+
+
+class DeadEnd(Runs):
+    """A language whose texts lead nowhere behind three tokens."""
+
+    def mask(self) -> torch.Tensor:
+        if len(self.tokens) >= 3:
+            raise RequestError("grammar: nothing may follow")
+        return super().mask()
+
+
+@pytest.mark.parametrize("drafter", [None, *sorted(DRAFTERS)])
+def test_a_dead_end_of_a_grammar_ends_one_text_alone(drafter: str | None) -> None:
+    doomed = Request("a", (5, 6), SamplingParams(12, 1.0, seed=1, grammar=Grammar("regex", "9")))
+    other = Request("b", (7,), SamplingParams(12, 1.0, seed=2, ignore_eos=True))
+    together = Engine(
+        TARGET,
+        DRAFTERS[drafter] if drafter else None,
+        new_decoder=Pairs,
+        open_grammar=lambda grammar: DeadEnd(int(grammar.source)),
+    )
+    reasons = []
+    together.add(doomed)
+    together.add(other)
+    while together.has_work:
+        reasons += [d.finish_reason for d in together.step() if d.request_id == "a" and d.finish_reason]
+    text = together.take_completion("a")
+    assert reasons == ["error"] and text.finish_reason == "error"
+    assert text.stop_reason == "grammar: nothing may follow"
+    assert len(text.token_ids) == 3
+    assert together.take_completion("b").token_ids == alone(other).token_ids

@@ -13,7 +13,7 @@ from paceline.cli import options
 from paceline.cli.decoding import complete, describe, ignore, open_pair
 from paceline.cli.output import Transcript, note, say_error, summary, write_json
 from paceline.cli.sampling import Sampling
-from paceline.core.errors import CapacityError, PacelineError
+from paceline.core.errors import CapacityError, PacelineError, RequestError
 from paceline.core.params import SamplingParams
 from paceline.core.types import Completion
 
@@ -105,6 +105,8 @@ class Conversation:
         transcript = Transcript(self._llm.codec)
         show = ignore if self._as_json else transcript.show
         completion = complete(self._llm, self._llm.render(asked), self._params, show=show)
+        if completion.finish_reason == "error":
+            raise RequestError(str(completion.stop_reason))
         self.completions.append(replace(completion, request_id=f"answer-{len(self.completions)}"))
         self.messages = [*asked, {"role": "assistant", "content": completion.text}]
         if self._as_json:

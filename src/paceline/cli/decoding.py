@@ -125,8 +125,12 @@ def complete_all(
     return [engine.take_completion(name) for name in ids]
 
 
-def leave_if_cancelled(*completions: Completion) -> None:
-    """Ends the program with exit code 130 where Ctrl-C ended an answer."""
+def leave_unless_finished(*completions: Completion) -> None:
+    """Ends the program with exit code 1 where a text led into an error, with 130 where Ctrl-C ended one."""
+    for completion in completions:
+        if completion.finish_reason == "error":
+            say_error(str(completion.stop_reason))
+            raise typer.Exit(1)
     if any(completion.finish_reason == "cancelled" for completion in completions):
         say_error("interrupted")
         raise typer.Exit(INTERRUPTED)

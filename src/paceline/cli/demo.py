@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli import options
-from paceline.cli.decoding import complete, describe, ignore, leave_if_cancelled, open_pair
+from paceline.cli.decoding import complete, describe, ignore, leave_unless_finished, open_pair
 from paceline.cli.input import read_text
 from paceline.cli.output import Transcript, is_terminal, note, say_error, summary, write_json
 from paceline.cli.sampling import named_as_options
@@ -191,7 +191,7 @@ def run(llm: LLM, prompts: Sequence[DemoPrompt], params: SamplingParams, *, live
     """
     warm_up = llm.render(prompts[0].prompt)
     for plain in (True, False):
-        leave_if_cancelled(complete(llm, warm_up, _WARM_UP, plain=plain))
+        leave_unless_finished(complete(llm, warm_up, _WARM_UP, plain=plain))
     rows = []
     for number, prompt in enumerate(prompts):
         title = f"{number + 1}/{len(prompts)} {prompt.kind}"
@@ -215,7 +215,7 @@ def _compare(llm: LLM, prompt: DemoPrompt, params: SamplingParams, *, plain_firs
             transcript.finish(done[plain].text)
         if live:
             note(f"{'plain ' if plain else 'DFlash'}  {summary(done[plain])}")
-        leave_if_cancelled(done[plain])
+        leave_unless_finished(done[plain])
     return Row(prompt, done[True], done[False])
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import options
-from paceline.cli.decoding import complete_all, describe, ignore, leave_if_cancelled, open_pair
+from paceline.cli.decoding import complete_all, describe, ignore, leave_unless_finished, open_pair
 from paceline.cli.input import read_prompt
 from paceline.cli.output import Transcript, note, summary, write_json
 from paceline.cli.sampling import Sampling
@@ -61,7 +61,7 @@ def generate(
         note(summary(completions[0]))
     else:
         _print_all(completions)
-    leave_if_cancelled(*completions)
+    leave_unless_finished(*completions)
 
 
 def _print_all(completions: list[Completion]) -> None:

@@ -75,8 +75,8 @@ def default_tree_nodes(device: torch.device, dtype: torch.dtype, exact: bool = T
     bfloat16 that flips near-ties often enough to change texts, so there, and on CUDA, where no pass is exact, chains
     are drafted. In float32 a flip takes two logits equal to about six digits.
 
-    On a CPU every float32 row costs a few percent of a pass, and two nodes pay most with the drafter that ships; with
-    bfloat16 products, and on CUDA, rows are nearly free.
+    On a CPU every float32 row costs a few percent of a pass and every branch of an exact tree some more, so few nodes
+    pay; with bfloat16 products, and on CUDA, rows are nearly free.
     """
     if device.type == "cuda":
         return None if dtype is torch.bfloat16 else 15
