@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from decode import SETS, load_prompts
+from paceline.bench.checks import judge
 from paceline.bench.losslessness import draw, law_checks
 from paceline.bench.prompts import Prompt
-from paceline.bench.report import judge
 from paceline.bench.texts import Pair, sampled_requests
 from paceline.core.acceptance import acceptance_length
 from paceline.core.params import Grammar, SamplingParams

@@ -36,9 +36,9 @@ HOMES = {
     "typer": ("cli/",),
     "click": ("cli/",),
     "rich": ("cli/",),
-    "matplotlib": ("bench/", "train/curves.py"),  # the training curve is drawn where training happens
-    "plotly": ("bench/",),
-    "jinja2": ("bench/",),
+    "matplotlib": ("bench/plots.py", "train/curves.py"),  # the training curve is drawn where training happens
+    "plotly": ("bench/plots.py", "bench/page.py"),
+    "jinja2": ("bench/page.py",),
     "llguidance": ("target/grammar.py",),
     "fastapi": ("serve/",),
     "starlette": ("serve/",),

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import verify_pairs
+from paceline.bench.checks import Check
 from paceline.bench.forcing import at_limit, law_of, measure_draws, measure_gaps
 from paceline.bench.losslessness import Settings, draw, law_checks, sampled_checks, verify_pair
 from paceline.bench.recorder import Block, RecordingDrafter, favourites
-from paceline.bench.report import Check
 from paceline.bench.texts import decode, greedy_requests, sampled_requests
 from paceline.core.errors import ConfigError
 from paceline.core.params import Grammar, SamplingParams

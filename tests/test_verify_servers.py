@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import verify_pairs
+from paceline.bench.checks import Check
 from paceline.bench.client import Server, ServerError
 from paceline.bench.losslessness import Settings
 from paceline.bench.prompts import Prompt
 from paceline.bench.remote import CONTROL_SEED, verify_servers
-from paceline.bench.report import Check
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.testing import BigramDrafter

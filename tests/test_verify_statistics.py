@@ -10,8 +10,8 @@ import torch
 from scipy import stats
 
 from paceline.bench import statistics
+from paceline.bench.checks import Check, Report, judge
 from paceline.bench.forcing import ROUNDING_STEPS, step_at
-from paceline.bench.report import Check, Report, judge
 from paceline.bench.statistics import Floats, Moments
 
 NUM_RUNS, NUM_POSITIONS = 400, 300

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from paceline.bench.checks import FLAGGED, OK, Check, judge
 from paceline.bench.forcing import ROUNDING_STEPS, Draws, measure_draws
 from paceline.bench.prompts import Prompt
 from paceline.bench.recorder import RecordingDrafter, favourites
-from paceline.bench.report import FLAGGED, OK, Check, judge
 from paceline.bench.statistics import (
     MAX_SKEWNESS,
     directed,

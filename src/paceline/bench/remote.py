@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from paceline.bench.checks import Check, judge
 from paceline.bench.client import Reply, Server
 from paceline.bench.forcing import ROUNDING_STEPS, Draws, measure_draws
 from paceline.bench.losslessness import (
@@ -22,7 +23,6 @@ from paceline.bench.losslessness import (
     uniformity_check,
 )
 from paceline.bench.prompts import Prompt
-from paceline.bench.report import Check, judge
 from paceline.bench.statistics import difference
 from paceline.bench.texts import Auditor, Progress, compare, count_flagged
 from paceline.core.errors import ConfigError

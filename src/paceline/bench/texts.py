@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, Protocol
 
+from paceline.bench.checks import FLAGGED, OK, Check
 from paceline.bench.forcing import Gaps, measure_gaps
 from paceline.bench.prompts import Prompt
-from paceline.bench.report import FLAGGED, OK, Check
 from paceline.bench.statistics import binomial_bounds, rule_of_three, upper_bound
 from paceline.core.params import MAX_SEED, SamplingParams
 from paceline.core.types import Completion, Request

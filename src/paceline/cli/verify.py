@@ -37,7 +37,7 @@ from paceline.core.params import SamplingParams
 if TYPE_CHECKING:
     from paceline.bench.losslessness import Settings
     from paceline.bench.prompts import Prompt
-    from paceline.bench.report import Check, Report
+    from paceline.bench.checks import Check, Report
     from paceline.llm import LLM
 
 app = typer.Typer()
@@ -158,7 +158,7 @@ def examine(
     from dataclasses import asdict, replace
 
     from paceline.bench.prompts import load_prompts
-    from paceline.bench.report import Report
+    from paceline.bench.checks import Report
     from paceline.engine.runtime import machine
 
     with_drafter = pair if not _is_remote(servers) else replace(pair, drafter="none")
