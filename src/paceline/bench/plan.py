@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
 
 from paceline.bench.arms import Load
 from paceline.core.errors import ConfigError
+from paceline.core.tables import from_table
+
+SECRETS = ("api_key",)
+"""Options of arms that are never stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,10 @@ class LatencyTarget:
     e2e_s: float | None = None
     attainment: float = 0.95
 
+    def __post_init__(self) -> None:
+        _in_range("rules.latency", self, 0.0, None, "ttft_s", "tpot_s", "e2e_s")
+        _in_range("rules.latency", self, 0.0, 1.0, "attainment")
+
     @property
     def is_set(self) -> bool:
         """Whether any limit is asked for."""
@@ -37,7 +49,7 @@ class Rules:
 
     Args:
         min_speedup: ratio of output speed that the whole traffic must exceed; the boundary between on and off.
-        worst_kind: ratio that no kind may fall below.
+        worst_kind: ratio that no kind may fall below, at most `min_speedup`.
         confidence: of every interval and of the decision.
         latency: see `LatencyTarget`.
         max_memory_bytes: most that an arm may hold; `None` is no limit.
@@ -53,6 +65,15 @@ class Rules:
     price_per_hour: float | None = None
     max_concurrency: int | None = None
 
+    def __post_init__(self) -> None:
+        _in_range("rules", self, 0.0, None, "min_speedup", "worst_kind", "price_per_hour")
+        _in_range("rules", self, 0.5, 0.9999, "confidence")
+        _in_range("rules", self, 1, None, "max_memory_bytes", "max_concurrency")
+        if self.worst_kind > self.min_speedup:
+            raise ConfigError(
+                f"rules.worst_kind: expected at most min_speedup ({self.min_speedup:g}), got {self.worst_kind:g}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class ArmSpec:
@@ -60,13 +81,32 @@ class ArmSpec:
 
     Args:
         name: unique in the plan.
-        kind: which sort of arm; see `cli` for the list.
+        kind: which sort of arm, such as "plain", "dflash" or "server".
         options: its own, as text or numbers; unknown ones are refused by the sort of arm.
     """
 
     name: str
     kind: str
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Returns the arm that a word such as "dflash,block_size=4,name=short" asks for.
+
+        Without a name it is called by the text itself. Values are TOML where they can be, else text.
+
+        Raises:
+            ConfigError: a part behind the kind that is not key=value.
+        """
+        kind, *parts = text.split(",")
+        options: dict[str, str | int | float | bool] = {}
+        for part in parts:
+            key, equals, value = part.partition("=")
+            if not equals or not key.strip():
+                raise ConfigError(f"arm {text!r}: expected KIND,key=value,…, got {part!r}")
+            options[key.strip()] = _scalar(value.strip())
+        name = str(options.pop("name", text.replace(",", " ")))
+        return cls(name, kind.strip(), options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +151,70 @@ class Plan:
         names = [arm.name for arm in self.arms]
         if len(set(names)) < len(names) or not names:
             raise ConfigError(f"arms: expected at least one, each with a name of its own; got {names}")
+        for name in ("loads", "temperatures"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"{name}: expected at least one, each once; got {list(values)}")
+        if not all(0 <= temperature <= 100 for temperature in self.temperatures):
+            raise ConfigError(f"temperatures: expected 0…100, got {list(self.temperatures)}")
+        _in_range("plan", self, 0.0, 1.0, "top_p")
+        _in_range("plan", self, 1, None, "max_new_tokens", "items_per_kind", "num_blocks", "min_blocks")
+        _in_range("plan", self, 1, self.num_blocks, "num_starts")
+        if self.has_control and self.control in names:
+            raise ConfigError(
+                f"arms: {self.control!r} is the name of the A/A control; hint: call the arm otherwise"
+            )
+
+    @property
+    def baseline(self) -> str:
+        """Name of the arm that all ratios refer to."""
+        return self.arms[0].name
+
+    @property
+    def control(self) -> str:
+        """Name under which the baseline runs again."""
+        return f"{self.baseline} again"
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Self:
+        """Returns the plan of a file.
+
+        Raises:
+            ConfigError: an unreadable file, an unknown key, a value of the wrong type or range.
+        """
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"plan {path}: cannot be read ({error.strerror})") from error
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"plan {path}: not TOML ({error})") from error
+        return cls.from_dict(table, f"plan {path}")
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any], where: str = "plan") -> Self:
+        """Returns the plan of parsed TOML or JSON; see `from_table`."""
+        plan: Self = from_table(cls, table, where)
+        return plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as JSON data, without secrets."""
+        plan = dataclasses.asdict(self)
+        for arm in plan["arms"]:
+            arm["options"] = {key: value for key, value in arm["options"].items() if key not in SECRETS}
+        return plan
+
+
+def _in_range(section: str, config: object, low: float, high: float | None, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not (low <= value and (high is None or value <= high)):
+            wanted = f"at least {low:g}" if high is None else f"{low:g}…{high:g}"
+            raise ConfigError(f"{section}.{name}: expected {wanted}, got {value}")
+
+
+def _scalar(text: str) -> str | int | float | bool:
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return value if isinstance(value, (str, int, float, bool)) else text

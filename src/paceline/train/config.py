@@ -10,13 +10,13 @@ import hashlib
 import json
 import math
 import tomllib
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.tables import from_table
 
 LOSSES = ("dpace", "exponential")
 
@@ -186,7 +186,7 @@ class TrainConfig:
             raise ConfigError(f"recipe {path}: not TOML ({error})") from error
         for override in overrides:
             _override(raw, override)
-        config: TrainConfig = _build(cls, raw, "")
+        config: TrainConfig = from_table(cls, raw, "recipe")
         return config
 
     def with_data(self, files: Sequence[Path]) -> TrainConfig:
@@ -238,36 +238,3 @@ def _override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(raw, dict):
             raise ConfigError(f"override {override!r}: {section} is not a section")
     raw[last] = value
-
-
-def _build(cls: type[Any], raw: object, where: str) -> Any:
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"{where or 'recipe'}: expected a table, got {raw!r}")
-    hints = get_type_hints(cls)
-    unknown = sorted(set(raw) - set(hints))
-    if unknown:
-        raise ConfigError(f"{where or 'recipe'}: unknown keys {unknown}; expected some of {sorted(hints)}")
-    needed = [
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in raw
-    ]
-    if needed:
-        raise ConfigError(f"{where or 'recipe'}: missing {needed}")
-    return cls(**{key: _value(hints[key], value, f"{where}.{key}".lstrip(".")) for key, value in raw.items()})
-
-
-def _value(hint: Any, value: object, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return _build(hint, value, where)  # type: ignore[arg-type]
-    if get_origin(hint) in (Union, types.UnionType):
-        hint = next(a for a in get_args(hint) if a is not type(None))
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list):
-            raise ConfigError(f"{where}: expected a list, got {value!r}")
-        return tuple(_value(get_args(hint)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{where}: expected {hint.__name__}, got {value!r}")
-    return value
