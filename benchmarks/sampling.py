@@ -64,7 +64,7 @@ def costs(llm: LLM, prompt: Sequence[int], temperature: float, repeats: int) -> 
     try:
         (prefilled,) = target.verify([VerifyRows(session, prompt[:-1], EMPTY_PROPOSAL, last_row_only=True)])
         session.keep(range(len(prompt) - 1))
-        drafter.inject([context], [prefilled.hidden])
+        drafter.inject([context], [prefilled.hidden], [prompt[:-1]])
         proposal = Proposal.chain(list(prompt[: ROWS - 1]))
         part = VerifyRows(session, prompt[-1:], proposal)
         (output,) = target.verify([part])

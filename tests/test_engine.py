@@ -272,9 +272,11 @@ class Broken(ConstantDrafter):
         self._fail("open")
         return super().open(capacity)
 
-    def inject(self, contexts: Sequence[Memory], hidden: Sequence[torch.Tensor]) -> None:
+    def inject(
+        self, contexts: Sequence[Memory], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]
+    ) -> None:
         self._fail("inject")
-        super().inject(contexts, hidden)
+        super().inject(contexts, hidden, tokens)
 
     def _fail(self, where: str) -> None:
         if where == self.where:

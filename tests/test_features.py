@@ -113,9 +113,9 @@ def test_a_recorder_copies_what_it_is_shown() -> None:
     recorder = FeatureRecorder((0, 1), dtype=torch.float32)
     first, second = recorder.open(9), recorder.open(9)
     rows = torch.ones(3, 4)
-    recorder.inject([first, second], [rows[:1], rows[1:]])
+    recorder.inject([first, second], [rows[:1], rows[1:]], [[5], [6, 7]])
     rows.zero_()
-    recorder.inject([second], [rows[:1]])
+    recorder.inject([second], [rows[:1]], [[8]])
     assert (first.length, second.length) == (1, 3)
     assert torch.cat(second.rows).tolist() == [[1.0] * 4, [1.0] * 4, [0.0] * 4]
     assert recorder.recordings == [first, second]

@@ -72,9 +72,11 @@ class Stumbling(Watched):
         super().__init__(drafter)
         self._where, self._when = where, when
 
-    def inject(self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
+    def inject(
+        self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]
+    ) -> None:
         self._stumble("inject")
-        super().inject(contexts, hidden)
+        super().inject(contexts, hidden, tokens)
 
     def draft(self, *asked: Any) -> list[Proposal]:
         self._stumble("draft")

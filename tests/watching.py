@@ -49,8 +49,10 @@ class Watched:
         self.drafts.append({})
         return self.contexts[-1]
 
-    def inject(self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
-        self.inner.inject(contexts, hidden)
+    def inject(
+        self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]
+    ) -> None:
+        self.inner.inject(contexts, hidden, tokens)
 
     def draft(
         self, anchors: Sequence[int], contexts: Sequence[Any], num_draft_tokens: int, *law: Any

@@ -121,20 +121,43 @@ class LLM:
         tree_nodes: int | Literal["auto"] | None = "auto",
         max_sequences: int | None = None,
         keyed_drafts: bool = True,
+        block_size: int | None = None,
+        drafter: Drafter | None = None,
     ) -> Engine:
         """Returns an engine over this pair.
 
         Args:
             plain: leave the drafter out.
-            tree_nodes: nodes of a draft tree, `None` for chains; "auto" takes `LLM`'s own choice.
+            tree_nodes: nodes of a draft tree, `None` for chains; "auto" takes `LLM`'s own choice, or chains where
+                `block_size` is given.
             max_sequences: most texts that decode together; `None` takes `LLM`'s own.
             keyed_drafts: see `Engine`.
+            block_size: slots of a block, anchor included; `None` takes `LLM`'s own.
+            drafter: who drafts instead of the pair's own, such as `PromptLookup`; with blocks of its own size where
+                none is given.
+
+        Raises:
+            ConfigError: a block size that the drafter does not have, or choices that exclude each other.
         """
+        is_tree = tree_nodes not in ("auto", None)
+        if plain and (is_tree or block_size is not None or drafter is not None):
+            raise ConfigError(
+                "plain: plain decoding takes no drafter, tree_nodes or block_size; hint: leave it out"
+            )
+        if drafter is not None and is_tree:
+            raise ConfigError(
+                f"tree_nodes: {tree_nodes} is for the pair's own drafter; hint: leave drafter out"
+            )
+        if drafter is None and not plain:
+            if tree_nodes == "auto":
+                tree_nodes = self.tree_nodes if block_size is None else None
+            drafter = self._drafter(tree_nodes)
+            block_size = self.block_size if block_size is None else block_size
         return Engine(
             self.target,
-            None if plain else self._drafter(self.tree_nodes if tree_nodes == "auto" else tree_nodes),
+            drafter,
             max_sequences=max_sequences or self.max_sequences,
-            block_size=None if plain else self.block_size,
+            block_size=block_size,
             new_decoder=lambda: IncrementalDecoder(self.codec),
             open_grammar=self.grammars.open,
             keyed_drafts=keyed_drafts,

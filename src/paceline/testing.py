@@ -191,7 +191,9 @@ class ScriptedDrafter:
         self.memories.append(Memory(len(self.memories)))
         return self.memories[-1]
 
-    def inject(self, contexts: Sequence[Memory], hidden: Sequence[torch.Tensor]) -> None:
+    def inject(
+        self, contexts: Sequence[Memory], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]
+    ) -> None:
         """Remembers rows."""
         for memory, rows in zip(contexts, hidden, strict=True):
             memory.rows.append(rows.clone())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.params import SamplingParams
 from paceline.core.prompts import Messages
 
@@ -28,6 +30,14 @@ class Load:
     concurrency: int | None = None
     rate_per_s: float | None = None
     speed: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [v for v in (self.concurrency, self.rate_per_s, self.speed) if v is not None]
+        if len(given) != 1 or not 0 < given[0] < math.inf:
+            raise ConfigError(
+                f"load: expected one of concurrency, rate_per_s and speed, above 0; got {self.concurrency}, "
+                f"{self.rate_per_s} and {self.speed}"
+            )
 
     @property
     def is_open(self) -> bool:
@@ -121,6 +131,7 @@ class Passed:
         peak_memory_bytes: most memory that the arm's process held during the pass.
         counters: acceptance that a server counted for all requests of the pass together: "num_steps", "num_drafted",
             "num_accepted" and, where it has them, "accepted_0", "accepted_1", … by slot. Empty where it counts none.
+        notes: sentences on what should be known of the pass and is not, with the reason.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -128,6 +139,7 @@ class Passed:
     step_times: tuple[StepTime, ...] = ()
     peak_memory_bytes: int | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +157,11 @@ class Fingerprint:
     basis: Mapping[str, str]
     speculation: Mapping[str, str] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
+
+
+def text_digest(ids: Iterable[int]) -> str:
+    """Returns the digest of an answer's token ids, an end token included: 16 hex digits, equal where all ids are."""
+    return hashlib.sha256(",".join(map(str, ids)).encode("ascii")).hexdigest()[:16]
 
 
 Done = Callable[[Outcome], None]

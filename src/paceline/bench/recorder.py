@@ -61,9 +61,11 @@ class RecordingDrafter:
         self.texts.append(context.blocks)
         return context
 
-    def inject(self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
+    def inject(
+        self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]
+    ) -> None:
         """See `Drafter`."""
-        self._inner.inject([context.inner for context in contexts], hidden)
+        self._inner.inject([context.inner for context in contexts], hidden, tokens)
 
     def draft(
         self,

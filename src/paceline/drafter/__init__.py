@@ -1,4 +1,5 @@
-"""The trained thing: modules that guess a block of tokens.
+"""Who guesses a block of tokens: trained modules, and lookup in the text itself.
 
-Owns: drafter weights and configs, injected context K/V. May import: core. Never: disk, a target, a loop over steps.
+Owns: drafter weights and configs, and what a drafter remembers of a text. May import: core. Never: disk, a target, a
+loop over steps.
 """

@@ -16,7 +16,7 @@ class Context(Protocol):
 
     @property
     def length(self) -> int:
-        """Committed tokens whose hidden states were injected."""
+        """Committed tokens that were injected."""
 
 
 class Drafter(Protocol):
@@ -36,8 +36,16 @@ class Drafter(Protocol):
     def open(self, capacity: int) -> Context:
         """Returns an empty context with room for `capacity` tokens."""
 
-    def inject(self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
-        """Extends each context by its rows of tapped hidden states (rows, taps · D). Mutates: the contexts."""
+    def inject(
+        self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """Extends each context by committed rows. Mutates: the contexts.
+
+        Args:
+            contexts: to extend.
+            hidden: for each its rows of tapped hidden states (rows, taps · D); (rows, 0) without taps.
+            tokens: for each the ids of the tokens at these rows, as many as rows.
+        """
 
     def draft(
         self,

@@ -130,8 +130,17 @@ class DFlash(nn.Module):
         return ContextKV(c.num_layers, c.num_kv_heads, c.head_dim, capacity, self.fc.weight)
 
     @torch.inference_mode()
-    def inject(self, contexts: Sequence[ContextKV], hidden: Sequence[torch.Tensor]) -> None:
-        """Extends each context by its rows of tapped hidden states (rows, taps · D). Mutates: the contexts."""
+    def inject(
+        self,
+        contexts: Sequence[ContextKV],
+        hidden: Sequence[torch.Tensor],
+        tokens: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Extends each context by its rows of tapped hidden states (rows, taps · D). Mutates: the contexts.
+
+        Args:
+            tokens: what the rows' tokens are; not looked at, the hidden states say it all.
+        """
         counts = [rows.shape[0] for rows in hidden]
         positions = torch.cat(
             [torch.arange(c.length, c.length + n) for c, n in zip(contexts, counts, strict=True)]

@@ -114,6 +114,34 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+def reset_peak_memory(device: torch.device) -> bool:
+    """Lets `peak_memory_bytes` count from now; returns whether this system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text(
+            "5", encoding="ascii"
+        )  # proc(5): sets VmHWM to what is held now
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Returns the most memory held since `reset_peak_memory`, `None` where the system does not say.
+
+    On CUDA it is what tensors took on the device, on a CPU the resident memory of the whole process.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+
+
 @dataclass(frozen=True, slots=True)
 class RowProbe:
     """Whether a row's logits depend on the rows that travel with it.

@@ -60,7 +60,7 @@ def prefill(sequence: Sequence, target: Target, drafter: Drafter | None) -> None
         piece = prompt[start : start + PREFILL_ROWS]
         (output,) = target.verify([VerifyRows(sequence.session, piece, EMPTY_PROPOSAL, last_row_only=True)])
         sequence.session.keep(range(len(piece)))
-        _inject([sequence], [output.hidden], drafter)
+        _inject([sequence], [output.hidden], [piece], drafter)
     block = Block.of(sequence, EMPTY_PROPOSAL)
     (said,) = _said([block], [output])
     _advance(block, output, judge(EMPTY_PROPOSAL, said))
@@ -154,7 +154,8 @@ def _commit(
         o.hidden[: len(v.path)] if v.path[-1] == len(v.path) - 1 else o.hidden[list(v.path)]
         for o, v in zip(outputs, verdicts, strict=True)
     ]
-    _inject([b.sequence for b in blocks], kept, drafter)
+    tokens = [[b.sequence.anchor, *v.tokens[:-1]] for b, v in zip(blocks, verdicts, strict=True)]
+    _inject([b.sequence for b in blocks], kept, tokens, drafter)
     for block, output, verdict in zip(blocks, outputs, verdicts, strict=True):
         _advance(block, output, verdict)
         block.sequence.session.keep(verdict.path)
@@ -190,7 +191,12 @@ def _logprobs(block: Block, output: TargetOutput, verdict: Verdict) -> list[Toke
     ]
 
 
-def _inject(sequences: Many[Sequence], hidden: Many[torch.Tensor], drafter: Drafter | None) -> None:
-    pairs = [(s.context, h) for s, h in zip(sequences, hidden, strict=True) if s.context is not None]
-    if drafter is not None and pairs:
-        drafter.inject([context for context, _ in pairs], [rows for _, rows in pairs])
+def _inject(
+    sequences: Many[Sequence], hidden: Many[torch.Tensor], tokens: Many[list[int]], drafter: Drafter | None
+) -> None:
+    """Shows the drafter the kept rows of those it drafts for. Mutates: their contexts."""
+    kept = [part for part in zip(sequences, hidden, tokens, strict=True) if part[0].context is not None]
+    if drafter is not None and kept:
+        drafter.inject(
+            [s.context for s, _, _ in kept], [rows for _, rows, _ in kept], [ids for _, _, ids in kept]
+        )

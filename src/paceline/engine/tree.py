@@ -92,9 +92,11 @@ class TreeDrafter:
         """Returns the inner drafter's context."""
         return self._drafter.open(capacity)
 
-    def inject(self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor]) -> None:
+    def inject(
+        self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]
+    ) -> None:
         """Extends each context. Mutates: the contexts."""
-        self._drafter.inject(contexts, hidden)
+        self._drafter.inject(contexts, hidden, tokens)
 
     def draft(
         self,

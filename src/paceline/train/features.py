@@ -50,7 +50,9 @@ class FeatureRecorder:
         self.recordings.append(Recording())
         return self.recordings[-1]
 
-    def inject(self, contexts: Sequence[Recording], hidden: Sequence[torch.Tensor]) -> None:
+    def inject(
+        self, contexts: Sequence[Recording], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]
+    ) -> None:
         """Copies each sequence's newly committed rows, in one transfer however many sequences there are."""
         copied = torch.cat(list(hidden)).to("cpu", self._dtype)
         for context, rows in zip(contexts, copied.split([len(h) for h in hidden]), strict=True):

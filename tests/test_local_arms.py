@@ -1,0 +1,438 @@
+"""Arms of this process: what they report is what the engine did, under closed and open load, after failures too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.bench import local
+from paceline.bench.arms import ArmError, Job, Load, Outcome, Passed, text_digest
+from paceline.bench.local import EngineArm, local_arm
+from paceline.core.errors import ConfigError
+from paceline.core.params import SamplingParams
+from paceline.core.types import Completion, Request, TokenDelta
+from paceline.drafter.lookup import PromptLookup
+from paceline.engine.engine import Engine
+from paceline.engine.runtime import peak_memory_bytes, reset_peak_memory
+from paceline.llm import LLM
+from paceline.target.folder import sha256_of
+from paceline.target.native import NativeTarget
+from tiny_llm import MAX_POSITIONS, tiny_llm
+from watching import all_slots_are_free
+
+KINDS = ("plain", "dflash", "lookup")
+TEXTS = ("Say it.", "aaaa bbbb aaaa bbbb aaaa", "one two", "?", "What is it, then?", "abcabcabc")
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return tiny_llm(tmp_path_factory.mktemp("pair"))
+
+
+def jobs(count: int = 6, gap_s: float = 0.0, **options: Any) -> list[Job]:
+    """Returns jobs of different lengths, one every `gap_s` seconds, no two with one seed."""
+    params = SamplingParams(**{"max_new_tokens": 9, "temperature": 0.9, **options})
+    return [
+        Job(
+            f"job-{i}",
+            [{"role": "user", "content": TEXTS[i % len(TEXTS)]}],
+            replace(params, seed=i, max_new_tokens=params.max_new_tokens + i % 3),
+            due_s=gap_s * i,
+        )
+        for i in range(count)
+    ]
+
+
+def ignore(outcome: Outcome) -> None:
+    """Is told and does nothing."""
+
+
+def by_id(passed: Passed) -> dict[str, Outcome]:
+    return {outcome.id: outcome for outcome in passed.outcomes}
+
+
+def direct(llm: LLM, asked: Sequence[Job], **options: Any) -> dict[str, Completion]:
+    """Returns what the engine says to each job by itself."""
+    found = {}
+    for job in asked:
+        engine = llm.new_engine(**options, max_sequences=1)
+        engine.add(Request(job.id, tuple(llm.render(job.messages)), job.params))
+        while engine.has_work:
+            engine.step()
+        found[job.id] = engine.take_completion(job.id)
+    return found
+
+
+class Steps:
+    """Watches every engine step: how many sequences ran and waited before it, and what came out."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[int, int, list[TokenDelta]]] = []
+        step = Engine.step
+
+        def watched(engine: Engine) -> list[TokenDelta]:
+            before = len(engine.scheduler.running), len(engine.scheduler.waiting)
+            deltas = step(engine)
+            self.seen.append((*before, deltas))
+            return deltas
+
+        patch.setattr(Engine, "step", watched)
+
+
+# What an outcome says ------------------------------------------------------------------------------------------------
+
+ARMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("plain", {}, {"plain": True}),
+    ("dflash", {}, {}),
+    ("dflash", {"block_size": 3}, {"block_size": 3}),
+    ("dflash", {"tree_nodes": 0}, {"tree_nodes": None}),
+    ("dflash", {"tree_nodes": 6}, {"tree_nodes": 6}),
+    ("lookup", {"block_size": 6, "max_ngram": 2}, {"drafter": PromptLookup(6, 2)}),
+]
+
+
+@pytest.mark.parametrize("load", [Load(3), Load(rate_per_s=1000.0)], ids=["closed", "open"])
+@pytest.mark.parametrize(("kind", "options", "engine"), ARMS)
+def test_outcomes_are_what_the_engine_says_to_each_alone(
+    llm: LLM, kind: str, options: dict[str, int], engine: dict[str, Any], load: Load
+) -> None:
+    asked, told = jobs(5), list[Outcome]()
+    passed = local_arm("arm", kind, options, llm).run(asked, load, told.append)
+    assert tuple(told) == passed.outcomes
+    assert sorted(by_id(passed)) == [job.id for job in asked]
+    for name, completion in direct(llm, asked, **engine).items():
+        outcome = by_id(passed)[name]
+        steps = Counter((s.num_drafted, s.num_accepted) for s in completion.steps) if kind != "plain" else {}
+        assert outcome.failure is None and outcome.finish_reason == completion.finish_reason
+        assert outcome.num_prompt_tokens == len(completion.prompt_ids)
+        assert outcome.num_new_tokens == len(completion.token_ids)
+        assert outcome.text == text_digest(completion.token_ids)
+        assert outcome.acceptance == tuple((*step, n) for step, n in sorted(steps.items()))
+        assert outcome.num_chunks == 1 + len(completion.steps)
+
+
+def test_all_kinds_give_one_text_twice(llm: LLM) -> None:
+    texts = [
+        {name: outcome.text for name, outcome in by_id(arm.run(jobs(), Load(2), ignore)).items()}
+        for arm in (local_arm("arm", kind, {}, llm) for kind in KINDS)
+        for _ in range(2)
+    ]
+    assert all(text == texts[0] for text in texts)
+    assert len(set(texts[0].values())) == len(jobs())
+
+
+@pytest.mark.parametrize("load", [Load(2), Load(rate_per_s=500.0)], ids=["closed", "open"])
+def test_times_are_in_order(llm: LLM, load: Load) -> None:
+    passed = local_arm("arm", "dflash", {}, llm).run(jobs(gap_s=0.002), load, ignore)
+    ends = []
+    for outcome in passed.outcomes:
+        ttft, e2e, gap = outcome.ttft_s, outcome.e2e_s, outcome.max_gap_s
+        assert ttft is not None and e2e is not None and gap is not None
+        assert 0 < ttft <= e2e and 0 < gap <= e2e - ttft
+        ends.append(outcome.sent_s + e2e)
+    first = min(outcome.sent_s for outcome in passed.outcomes)
+    assert ends == sorted(ends) and passed.wall_s >= ends[-1] - first
+
+
+def test_one_token_has_no_gap(llm: LLM) -> None:
+    (outcome,) = local_arm("arm", "dflash", {}, llm).run(jobs(1, max_new_tokens=1), Load(1), ignore).outcomes
+    assert (outcome.num_new_tokens, outcome.num_chunks, outcome.max_gap_s) == (1, 1, None)
+    assert outcome.ttft_s == outcome.e2e_s and outcome.acceptance == ()
+
+
+# Load ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 5])
+def test_a_closed_loop_is_full_to_its_end(
+    llm: LLM, concurrency: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, asked = Steps(monkeypatch), jobs(7)
+    local_arm("arm", "dflash", {}, llm).run(asked, Load(concurrency), ignore)
+    num_finished = 0
+    for running, waiting, deltas in steps.seen:
+        assert running + waiting == min(concurrency, len(asked) - num_finished)
+        num_finished += sum(delta.finish_reason is not None for delta in deltas)
+    assert num_finished == len(asked)
+
+
+def test_a_closed_loop_takes_jobs_in_order(llm: LLM) -> None:
+    asked = jobs(5)[::-1]
+    passed = local_arm("arm", "plain", {}, llm).run(asked, Load(1), ignore)
+    assert [outcome.id for outcome in passed.outcomes] == [job.id for job in asked]
+    assert [outcome.sent_s for outcome in passed.outcomes] == sorted(o.sent_s for o in passed.outcomes)
+
+
+class Clock:
+    """A clock that moves when someone sleeps, and a little whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 100.0, list[float]()
+
+    def perf_counter(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def test_an_open_loop_sends_what_is_due(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far between, so each is finished before the next; given in another order than due."""
+    clock, sent = Clock(), list[tuple[str, float]]()
+    monkeypatch.setattr(local, "time", clock)
+    add = Engine.add
+
+    def watched(engine: Engine, request: Request) -> list[str]:
+        sent.append((request.id, clock.now - 100.0))
+        return add(engine, request)
+
+    monkeypatch.setattr(Engine, "add", watched)
+    asked = jobs(4, gap_s=50.0)
+    passed = local_arm("arm", "dflash", {}, llm).run(asked[::-1], Load(rate_per_s=0.02), ignore)
+    assert [name for name, _ in sent] == [job.id for job in asked]
+    assert all(0 <= when - job.due_s < 1 for (_, when), job in zip(sent, asked, strict=True))
+    assert len(clock.slept) == 3 and {o.sent_s for o in passed.outcomes} == {job.due_s for job in asked}
+    assert 150 < passed.wall_s < 152
+
+
+def test_an_open_loop_queues_beyond_what_the_pair_allows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All due at once: the pair's three step together, and waiting counts."""
+    clock = Clock()
+    monkeypatch.setattr(local, "time", clock)
+    steps = Steps(monkeypatch)
+    passed = local_arm("arm", "plain", {}, llm).run(jobs(7), Load(speed=2.0), ignore)
+    assert steps.seen[0][:2] == (0, 7)
+    assert max(running for running, _, _ in steps.seen) == llm.max_sequences == 3
+    waits = [by_id(passed)[f"job-{i}"].ttft_s or 0.0 for i in range(7)]
+    assert all(outcome.sent_s == 0.0 for outcome in passed.outcomes)
+    assert max(waits[:3]) < min(waits[3:])
+
+
+# Step times ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_that_read_no_prompt_are_timed(llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    passed = local_arm("arm", kind, {}, llm).run(jobs(7), Load(3), ignore)
+    pure = [(running, deltas[0].step) for running, waiting, deltas in steps.seen if not waiting]
+    assert 0 < len(pure) < len(steps.seen)
+    assert {t.num_sequences: t.num_steps for t in passed.step_times} == Counter(n for n, _ in pure)
+    assert [t.num_sequences for t in passed.step_times] == sorted({n for n, _ in pure})
+    for times in passed.step_times:
+        records = [record for n, record in pure if n == times.num_sequences and record is not None]
+        assert times.draft_s == pytest.approx(sum(record.draft_s for record in records))
+        assert times.verify_s == pytest.approx(sum(record.verify_s for record in records))
+        assert times.total_s >= times.draft_s + times.verify_s > 0
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", [Load(2), Load(speed=1.0)], ids=["closed", "open"])
+def test_what_is_refused_is_a_row_and_the_rest_goes_on(llm: LLM, load: Load) -> None:
+    asked = jobs(4)
+    asked[1] = replace(asked[1], messages=[{"role": "user", "content": "x" * MAX_POSITIONS}])
+    asked[2] = replace(asked[2], messages=[{"role": "judge", "content": "x"}])
+    told: list[Outcome] = []
+    passed = local_arm("arm", "dflash", {}, llm).run(asked, load, told.append)
+    found = by_id(passed)
+    assert "job-1: prompt of 131 + max_new_tokens of 10 exceed the 128 positions" in (
+        found["job-1"].failure or ""
+    )
+    assert (found["job-2"].failure or "").startswith("job-2: messages[0].role")
+    assert found["job-1"] == Outcome("job-1", found["job-1"].failure, found["job-1"].sent_s)
+    assert found["job-0"].failure is None and found["job-3"].failure is None and len(told) == 4
+    assert found["job-3"].text == text_digest(direct(llm, asked[3:])["job-3"].token_ids)
+
+
+def test_all_refused_is_a_pass(llm: LLM) -> None:
+    asked = [replace(job, messages=[]) for job in jobs(3)]
+    passed = local_arm("arm", "plain", {}, llm).run(asked, Load(1), ignore)
+    assert all(outcome.failure and outcome.e2e_s is None for outcome in passed.outcomes)
+    assert len(passed.outcomes) == 3 and passed.step_times == ()
+
+
+@pytest.mark.parametrize("reason", ["error", "cancelled"])
+def test_an_end_without_an_answer_is_no_success(
+    llm: LLM, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, ended = Engine.step, list[str]()
+
+    def end_one(engine: Engine) -> list[TokenDelta]:
+        deltas = step(engine)
+        for sequence in engine.scheduler.running:
+            if sequence.request.id == "job-1" and not ended:
+                ended.append("job-1")
+                sequence.close(reason)
+                engine._retire()
+                deltas.append(TokenDelta("job-1", (), finish_reason=reason))
+        return deltas
+
+    monkeypatch.setattr(Engine, "step", end_one)
+    found = by_id(local_arm("arm", "plain", {}, llm).run(jobs(3), Load(2), ignore))
+    assert found["job-1"].failure == f"job-1: ended without an answer ({reason})"
+    assert found["job-1"].text is None and found["job-0"].failure is found["job-2"].failure is None
+
+
+def interrupt_outcome(patch: pytest.MonkeyPatch) -> None:
+    """Nothing to patch: `done` itself raises."""
+
+
+def interrupt_pass(patch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of the target's 6th pass."""
+    verify, count = NativeTarget.verify, iter(range(99))
+
+    def verify_until(target: NativeTarget, batch: Any) -> Any:
+        if next(count) == 5:
+            raise KeyboardInterrupt
+        return verify(target, batch)
+
+    patch.setattr(NativeTarget, "verify", verify_until)
+
+
+@pytest.mark.parametrize("interrupt", [interrupt_outcome, interrupt_pass])
+def test_an_arm_is_usable_after_ctrl_c(llm: LLM, interrupt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(outcome: Outcome) -> None:
+        raise KeyboardInterrupt
+
+    arm = local_arm("arm", "dflash", {}, llm)
+    expected = by_id(arm.run(jobs(), Load(3), ignore))
+    with monkeypatch.context() as patch:
+        interrupt(patch)
+        with pytest.raises(KeyboardInterrupt):
+            arm.run(jobs(), Load(3), stop)
+    assert isinstance(llm.target, NativeTarget) and all_slots_are_free(llm.target)
+    again = by_id(arm.run(jobs(), Load(3), ignore))
+    assert {name: o.text for name, o in again.items()} == {name: o.text for name, o in expected.items()}
+
+
+def test_a_step_that_fails_ends_the_arm_and_frees_its_memory(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(target: NativeTarget, batch: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(NativeTarget, "verify", exhausted)
+    with pytest.raises(ArmError, match=r"^mine: a step failed \(no memory is left\)$"):
+        local_arm("mine", "plain", {}, llm).run(jobs(), Load(2), ignore)
+    assert isinstance(llm.target, NativeTarget) and all_slots_are_free(llm.target)
+
+
+# What is known of an arm ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def arms(llm: LLM) -> dict[str, EngineArm]:
+    return {
+        "plain": local_arm("a", "plain", {}, llm),
+        "dflash": local_arm("b", "dflash", {"block_size": 4}, llm),
+        "tree": local_arm("c", "dflash", {"tree_nodes": 7}, llm),
+        "lookup": local_arm("d", "lookup", {"max_ngram": 2}, llm),
+    }
+
+
+def test_arms_over_a_pair_differ_in_speculation_only(llm: LLM, arms: dict[str, EngineArm]) -> None:
+    known = {name: arm.open() for name, arm in arms.items()}
+    assert known == {name: arm.open() for name, arm in arms.items()}
+    basis = known["plain"].basis
+    assert all(fingerprint.basis == basis for fingerprint in known.values())
+    assert basis["target_digest"] == sha256_of(llm.folder / "model.safetensors")
+    assert basis["tokenizer_digest"] == llm.codec.digest and basis["dtype"] == "float64"
+    assert all(isinstance(value, str) and value for value in basis.values())
+    digest = known["dflash"].speculation["drafter_digest"]
+    assert {name: dict(fingerprint.speculation) for name, fingerprint in known.items()} == {
+        "plain": {},
+        "dflash": {"kind": "dflash", "drafter_digest": digest, "block_size": "4", "tree_nodes": "0"},
+        "tree": {"kind": "dflash", "drafter_digest": digest, "block_size": "5", "tree_nodes": "7"},
+        "lookup": {"kind": "lookup", "block_size": "8", "max_ngram": "2", "min_ngram": "1"},
+    }
+
+
+def test_memory_is_that_of_the_parameters_and_caches(llm: LLM, arms: dict[str, EngineArm]) -> None:
+    assert isinstance(llm.target, NativeTarget) and llm.dflash is not None
+    keys, values = llm.target._cache[0]
+    context = llm.dflash.open(10)
+    expected = {
+        "target_weights": (llm.folder / "model.safetensors").stat().st_size,
+        "target_kv_per_token": 2 * (keys[0, 0].nbytes + values[0, 0].nbytes),
+        "drafter_weights": sum(parameter.nbytes for parameter in llm.dflash.parameters()),
+        "drafter_kv_per_token": context._kv.nbytes // 10,
+    }
+    memory = dict(arms["dflash"].open().memory)
+    assert 0 < expected["target_weights"] - memory["target_weights"] < 4096  # the file's header
+    assert memory == expected | {"target_weights": memory["target_weights"]}
+    assert (
+        dict(arms["lookup"].open().memory)
+        == dict(arms["plain"].open().memory)
+        == {name: size for name, size in memory.items() if name.startswith("target")}
+    )
+
+
+def test_other_weights_have_another_digest(llm: LLM, arms: dict[str, EngineArm], tmp_path: Path) -> None:
+    other = tiny_llm(tmp_path, block_size=4, seed=1)
+    one, two = arms["dflash"].open(), local_arm("b", "dflash", {"tree_nodes": 0}, other).open()
+    assert one.basis["target_digest"] != two.basis["target_digest"]
+    assert one.basis["tokenizer_digest"] == two.basis["tokenizer_digest"]
+    assert one.speculation["drafter_digest"] != two.speculation["drafter_digest"]
+
+
+def test_peak_memory_is_of_the_pass() -> None:
+    cpu = torch.device("cpu")
+    if not reset_peak_memory(cpu) or peak_memory_bytes(cpu) is None:
+        pytest.skip("this system does not say")
+    before = peak_memory_bytes(cpu) or 0
+    torch.ones(40_000_000)  # 160 MB, gone at once
+    assert (peak_memory_bytes(cpu) or 0) > before + 100_000_000
+    reset_peak_memory(cpu)
+    assert (peak_memory_bytes(cpu) or 0) < before + 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("plain", {"block_size": 4}, "'x': plain has the options none; got 'block_size'"),
+        ("dflash", {"width": 4}, "dflash has the options block_size, tree_nodes; got 'width'"),
+        ("dflash", {"block_size": 6}, r"'x': block_size: expected 1…5"),
+        ("dflash", {"block_size": 4, "tree_nodes": 5}, "give one of the two"),
+        ("dflash", {"tree_nodes": True}, "tree_nodes: expected a whole number, got True"),
+        ("dflash", {"tree_nodes": 2.5}, "expected a whole number, got 2.5"),
+        ("dflash", {"tree_nodes": 2000}, "num_nodes: expected 1…1024, got 2000"),
+        ("lookup", {"block_size": 1}, "'x': block_size: expected at least 2"),
+        ("lookup", {"max_ngram": 0}, "got 1 and 0"),
+        ("lookup", {"block_size": "8"}, "expected a whole number, got '8'"),
+        ("eagle", {}, "'x': expected one of plain, dflash, lookup; got 'eagle'"),
+    ],
+)
+def test_what_makes_no_arm_is_refused(kind: str, options: dict[str, Any], message: str, llm: LLM) -> None:
+    with pytest.raises(ConfigError, match=message):
+        local_arm("x", kind, options, llm)
+
+
+def test_a_pair_without_a_drafter_has_no_dflash_arm(tmp_path: Path) -> None:
+    alone = tiny_llm(tmp_path, drafter=False)
+    with pytest.raises(ConfigError, match="'x': dflash: the pair has no drafter"):
+        local_arm("x", "dflash", {}, alone)
+    assert local_arm("y", "lookup", {}, alone).open().speculation["kind"] == "lookup"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plain": True, "block_size": 2}, "plain: plain decoding takes no drafter"),
+        ({"plain": True, "drafter": PromptLookup()}, "plain: "),
+        ({"drafter": PromptLookup(), "tree_nodes": 3}, "tree_nodes: 3 is for the pair's own drafter"),
+        ({"drafter": PromptLookup(4), "block_size": 5}, "block_size: expected 1…4"),
+    ],
+)
+def test_an_engine_of_contradictions_is_refused(options: dict[str, Any], message: str, llm: LLM) -> None:
+    with pytest.raises(ConfigError, match=message):
+        llm.new_engine(**options)
