@@ -11,7 +11,8 @@ import pytest
 
 import verify_pairs
 from paceline.bench.checks import Check
-from paceline.bench.client import Server, ServerError
+from paceline.bench.client import Server
+from paceline.bench.endpoint import ServerError
 from paceline.bench.losslessness import Settings
 from paceline.bench.prompts import Prompt
 from paceline.bench.remote import CONTROL_SEED, verify_servers

@@ -6,31 +6,16 @@ with the first request: ids in and out, else ids in, else text.
 
 from __future__ import annotations
 
-import http.client
-import json
-import urllib.error
-import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
+from paceline.bench.endpoint import Endpoint, RefusedError, ServerError, brief, first_entry
 from paceline.bench.prompts import Prompt
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.core.types import Completion, Request
 
 DIALECTS = ("ids in and out", "ids in", "text")
-REFUSED = (400, 404, 422)
-"""HTTP codes with which servers refuse a field or a form that they do not know."""
-
-
-class ServerError(PacelineError):
-    """A server that cannot be reached, refuses, or answers something else than completions."""
-
-
-class _RefusedError(ServerError):
-    """An answer that another dialect may not get."""
 
 
 class Codec(Protocol):
@@ -79,11 +64,8 @@ class Server:
         api_key: str | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ConfigError(f"url: expected http://host:port or https://host, got {url!r}")
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._codec, self._api_key, self._timeout_s = codec, api_key, timeout_s
+        self._endpoint, self._codec = Endpoint(url, api_key, timeout_s), codec
+        self.url = self._endpoint.url
         self.dialect: str | None = None
         self.model = model or self._first_model()
 
@@ -102,7 +84,7 @@ class Server:
         for dialect in DIALECTS[:-1]:
             try:
                 reply = self._complete(prompt, params, dialect)
-            except _RefusedError:
+            except RefusedError:
                 continue
             self.dialect = dialect if reply.has_own_ids else "ids in"
             return reply
@@ -125,11 +107,11 @@ class Server:
         }
         if dialect == "ids in and out":
             body["return_token_ids"] = True
-        answer = self._ask("/v1/completions", body)
-        choice = _first(answer, "choices", self.url)
+        answer = self._endpoint.ask("/v1/completions", body)
+        choice = first_entry(answer, "choices", self.url)
         text, ids, reason = choice.get("text"), choice.get("token_ids"), choice.get("finish_reason")
         if not isinstance(text, str):
-            raise ServerError(f"{self.url}: expected a completion with a text, got {_brief(choice)}")
+            raise ServerError(f"{self.url}: expected a completion with a text, got {brief(choice)}")
         sent = tuple(self._codec.encode(str(prompt.text))) if dialect == "text" else prompt.token_ids
         has_own_ids = isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)
         tokens = tuple(ids) if isinstance(ids, list) and has_own_ids else self._encoded_again(text)
@@ -142,57 +124,7 @@ class Server:
         return tuple(ids[len(before) :] if ids[: len(before)] == before else ids)
 
     def _first_model(self) -> str:
-        name = _first(self._ask("/v1/models", None), "data", self.url).get("id")
+        name = first_entry(self._endpoint.ask("/v1/models"), "data", self.url).get("id")
         if not isinstance(name, str):
             raise ServerError(f"{self.url}: its list of models names none; hint: say which model")
         return name
-
-    def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
-        """Returns the JSON answer to a GET, or to a POST where there is a body."""
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._api_key is not None:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
-        answer = self._in_words(lambda: _read(request, self._timeout_s), path)
-        try:
-            return json.loads(answer)
-        except ValueError as error:
-            raise ServerError(f"{self.url}{path}: expected JSON, got {_brief(answer)}") from error
-
-    def _in_words(self, fetch: Callable[[], bytes], path: str) -> bytes:
-        where = f"{self.url}{path}"
-        try:
-            return fetch()
-        except urllib.error.HTTPError as error:
-            kind = _RefusedError if error.code in REFUSED and path.endswith("completions") else ServerError
-            raise kind(f"{where}: HTTP {error.code} {error.reason}: {_brief(error.read())}") from error
-        except TimeoutError as error:
-            raise ServerError(f"{where}: no answer within {self._timeout_s:g} s") from error
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                raise ServerError(f"{where}: no answer within {self._timeout_s:g} s") from error
-            raise ServerError(f"{where}: cannot be reached ({error.reason}); hint: is it running?") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"{where}: the connection broke ({error or type(error).__name__})") from error
-
-
-def _read(request: urllib.request.Request, timeout_s: float) -> bytes:
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        content: bytes = answer.read()
-    return content
-
-
-def _first(answer: Any, key: str, url: str) -> dict[str, Any]:
-    """Returns the first entry of a list in an answer."""
-    entries = answer.get(key) if isinstance(answer, dict) else None
-    if not isinstance(entries, list) or not entries or not isinstance(entries[0], dict):
-        raise ServerError(f"{url}: expected an object with a list of {key!r}, got {_brief(answer)}")
-    first: dict[str, Any] = entries[0]
-    return first
-
-
-def _brief(value: object) -> str:
-    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-    text = " ".join(text.split())
-    return text if len(text) <= 300 else text[:299] + "…"
