@@ -122,6 +122,7 @@ class Plan:
         items_per_kind: of each kind in each block.
         num_blocks: most blocks; fewer where the decision is clear earlier and `stops_early`.
         min_blocks: before a decision is looked for.
+        max_s: seconds of measuring; no block is begun that would end later at the pace so far. `None` is no limit.
         stops_early: whether it stops when the decision is clear.
         has_control: whether the baseline also runs as an arm of its own (A/A), named "NAME again".
         num_starts: how often arms that can be started are started; blocks are dealt out among the starts.
@@ -139,6 +140,7 @@ class Plan:
     items_per_kind: int = 2
     num_blocks: int = 6
     min_blocks: int = 3
+    max_s: float | None = None
     stops_early: bool = True
     has_control: bool = True
     num_starts: int = 1
@@ -158,6 +160,7 @@ class Plan:
         if not all(0 <= temperature <= 100 for temperature in self.temperatures):
             raise ConfigError(f"temperatures: expected 0…100, got {list(self.temperatures)}")
         _in_range("plan", self, 0.0, 1.0, "top_p")
+        _in_range("plan", self, 0.0, None, "max_s")
         _in_range("plan", self, 1, None, "max_new_tokens", "items_per_kind", "num_blocks", "min_blocks")
         _in_range("plan", self, 1, self.num_blocks, "num_starts")
         if self.has_control and self.control in names:

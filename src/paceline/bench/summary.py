@@ -186,7 +186,7 @@ class Summary:
 
     Args:
         baseline: name of the arm that all ratios refer to.
-        cells: every arm × load × temperature, all kinds first and then each kind.
+        cells: every arm but the control × load × temperature, all kinds first and then each kind.
         break_even, frontiers, capacities: see there; empty where they cannot be had.
         crossovers: by arm and temperature, the closed load at which the ratio falls through 1 (interpolated on the log
             of the load), with its interval; an arm that never does is not listed.
@@ -194,7 +194,7 @@ class Summary:
         decisions: one for each candidate arm, best first.
         failures: (arm, load label, reason, count, an example's request id).
         costs: price per million good tokens by (arm, load label, temperature); empty without a price.
-        excluded: arms that were not compared, with what differs.
+        excluded: arms that were not compared, with the reason.
     """
 
     baseline: str
