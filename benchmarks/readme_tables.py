@@ -214,7 +214,125 @@ def _sampling_lines(path: Path) -> list[str]:
     ]
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {"decode": decode_block, "exactness": exactness_block}
+def bench_block(results: Path) -> str:
+    """Returns what `paceline bench` said of the default pair, by load; then sentences on the other stored runs.
+
+    Raises:
+        BlockError: a file is not the shape that benchmarks/README.md describes.
+    """
+    path = results / "bench" / "default_pair" / "report.json"
+    if not path.exists():
+        return "Not measured yet: see benchmarks/README.md for the plans, and `make tables` writes this table.\n"
+    try:
+        report = _load(path)
+        verdicts = [f"> {decision['sentence']}" for decision in report["summary"]["decisions"]]
+        notes = [
+            _run_line(report, path),
+            _control_line(report),
+            *_implementations_line(results / "bench" / "implementations" / "report.json"),
+            *_server_line(results / "bench" / "vllm_server" / "report.json"),
+            *_calibration_line(results / "calibration.json"),
+        ]
+        table = _ratio_table(report["summary"])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise BlockError(
+            f"{path}: expected the shape in benchmarks/README.md, got {error!r}; run it again"
+        ) from error
+    return "\n\n".join(["\n>\n".join(verdicts), table, "\n".join(notes)]) + "\n"
+
+
+def _ratio_table(summary: dict[str, Any]) -> str:
+    """Returns a row for each arm and temperature, a column for each load."""
+    cells = [cell for cell in summary["cells"] if cell["kind"] is None and cell["ratio"] is not None]
+    loads = sorted({cell["load"]["concurrency"] for cell in cells})
+    rows = dict.fromkeys((cell["arm"], cell["temperature"]) for cell in cells)
+    lines = [
+        "| arm | temperature | τ | " + " | ".join(f"{load} at once" for load in loads) + " |",
+        "|---|---:|---:|" + "---:|" * len(loads),
+    ]
+    for arm, temperature in rows:
+        ours = {
+            cell["load"]["concurrency"]: cell
+            for cell in cells
+            if (cell["arm"], cell["temperature"]) == (arm, temperature)
+        }
+        length = ours[loads[0]]["acceptance"]["length"]["estimate"]
+        spans = " | ".join(_span(ours[load]["ratio"]) for load in loads)
+        lines.append(f"| {arm} | {temperature:g} | {length:.2f} | {spans} |")
+    return "\n".join(lines)
+
+
+def _span(interval: dict[str, float]) -> str:
+    return f"{interval['estimate']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]"
+
+
+def _run_line(report: dict[str, Any], path: Path) -> str:
+    where = ", ".join(f"{name} {report['environment'][name]}" for name in _ENVIRONMENT)
+    blocks = report["plan"]["num_blocks"]
+    return (
+        f"Output speed of a request over plain decoding's, paired, with 95 % intervals from {blocks} blocks of "
+        f"{report['plan']['items_per_kind']} requests of each of {len(report['workload']['kinds'])} kinds "
+        f"({', '.join(report['workload']['kinds'])}), at most {report['plan']['max_new_tokens']} new tokens. Measured "
+        f"{report['started'][:10]} on {where}; rows, plan and report in `benchmarks/results/{path.parent.parent.name}/"
+        f"{path.parent.name}/`."
+    )
+
+
+def _control_line(report: dict[str, Any]) -> str:
+    ratios = [cell["ratio"] for cell in report["summary"]["control"]]
+    num_holding = sum(ratio["low"] <= 1.0 <= ratio["high"] for ratio in ratios)
+    estimates = [ratio["estimate"] for ratio in ratios]
+    return (
+        f"A/A: plain against itself is {min(estimates):.2f} to {max(estimates):.2f} times as fast; 1 lies within the "
+        f"interval at {num_holding} of {len(ratios)} loads and temperatures."
+    )
+
+
+def _implementations_line(path: Path) -> list[str]:
+    """Returns a sentence on other implementations of the pair, where they were measured."""
+    if not path.exists():
+        return []
+    summary = _load(path)["summary"]
+    greedy = [c for c in summary["cells"] if c["kind"] is None and c["temperature"] == 0 and c["ratio"]]
+    ratios = ", ".join(f"{cell['arm']} {_span(cell['ratio'])}" for cell in greedy)
+    same = f"{sum(c['num_identical'] for c in greedy)} of {sum(c['num_compared'] for c in greedy)}"
+    return [
+        f"Against {summary['baseline']}' `generate` on the same weights, greedy, one at a time: {ratios}; {same} answers "
+        f"are its own (`benchmarks/results/bench/{path.parent.name}/`)."
+    ]
+
+
+def _server_line(path: Path) -> list[str]:
+    """Returns a sentence on a server that the benchmark started, where it was measured."""
+    if not path.exists():
+        return []
+    cells = [c for c in _load(path)["summary"]["cells"] if c["kind"] is None and c["ratio"]]
+    ratios = ", ".join(f"{_span(cell['ratio'])} at {cell['load']['concurrency']} at once" for cell in cells)
+    tau = cells[0]["acceptance"]["length"]["estimate"]
+    return [
+        f"{cells[0]['arm']} over HTTP, the same drafter as a chain of 7 (τ {tau:.2f} by its own counts), against its plain "
+        f"decoding: {ratios} (`benchmarks/results/bench/{path.parent.name}/`)."
+    ]
+
+
+def _calibration_line(path: Path) -> list[str]:
+    """Returns a sentence on how often equal arms are called different, where it was computed."""
+    if not path.exists():
+        return []
+    result = _load(path)
+    equal = result["no_difference"]
+    held, trials = sum(equal["holds_1"].values()), len(equal["holds_1"]) * result["num_simulations"]
+    return [
+        f"Calibration on these rows: of {trials:,} simulated A/A comparisons {held:,} ({100 * held / trials:.1f} %) say "
+        f"that there is no difference (`benchmarks/results/{path.name}`)."
+    ]
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "decode": decode_block,
+    "exactness": exactness_block,
+    "bench": bench_block,
+}
 
 
 def render(readme: str, results: Path) -> str:

@@ -210,13 +210,10 @@ class _Runner:
         name = self._owner(planned)
         if name in self._out or self._died_in.get(name) == planned.place.block:
             return
-        began = perf_counter()
         try:
             self._measure(planned, name)
         except ArmError as error:
             self._bury(planned, name, error)
-        else:
-            self._pace[_kind(planned)] = perf_counter() - began
 
     def _measure(self, planned: PlannedPass, name: str) -> None:
         place = planned.place
@@ -239,6 +236,9 @@ class _Runner:
         records.append_pass(record, rows, self._folder)
         self._rows += rows
         self._passes.append(record)
+        self._pace[_kind(record)] = record.wall_s
+        for note in passed.notes:
+            self._lose(f"{name!r}, {place.load.label}: {note}")
 
     def _warm_up(self, planned: PlannedPass, name: str) -> None:
         params = SamplingParams(
