@@ -222,7 +222,9 @@ def bench_block(results: Path) -> str:
     """
     path = results / "bench" / "default_pair" / "report.json"
     if not path.exists():
-        return "Not measured yet: see benchmarks/README.md for the plans, and `make tables` writes this table.\n"
+        return (
+            "Not measured yet: see benchmarks/README.md for the plans, and `make tables` writes this table.\n"
+        )
     try:
         report = _load(path)
         verdicts = [f"> {decision['sentence']}" for decision in report["summary"]["decisions"]]
@@ -297,8 +299,8 @@ def _implementations_line(path: Path) -> list[str]:
     ratios = ", ".join(f"{cell['arm']} {_span(cell['ratio'])}" for cell in greedy)
     same = f"{sum(c['num_identical'] for c in greedy)} of {sum(c['num_compared'] for c in greedy)}"
     return [
-        f"Against {summary['baseline']}' `generate` on the same weights, greedy, one at a time: {ratios}; {same} answers "
-        f"are its own (`benchmarks/results/bench/{path.parent.name}/`)."
+        f"Against {summary['baseline']}' `generate` on the same weights, greedy, one at a time: {ratios}; {same} "
+        f"answers are its own (`benchmarks/results/bench/{path.parent.name}/`)."
     ]
 
 
@@ -310,8 +312,8 @@ def _server_line(path: Path) -> list[str]:
     ratios = ", ".join(f"{_span(cell['ratio'])} at {cell['load']['concurrency']} at once" for cell in cells)
     tau = cells[0]["acceptance"]["length"]["estimate"]
     return [
-        f"{cells[0]['arm']} over HTTP, the same drafter as a chain of 7 (τ {tau:.2f} by its own counts), against its plain "
-        f"decoding: {ratios} (`benchmarks/results/bench/{path.parent.name}/`)."
+        f"{cells[0]['arm']} over HTTP, the same drafter as a chain of 7 (τ {tau:.2f} by its own counts), against its "
+        f"plain decoding: {ratios} (`benchmarks/results/bench/{path.parent.name}/`)."
     ]
 
 
@@ -323,8 +325,8 @@ def _calibration_line(path: Path) -> list[str]:
     equal = result["no_difference"]
     held, trials = sum(equal["holds_1"].values()), len(equal["holds_1"]) * result["num_simulations"]
     return [
-        f"Calibration on these rows: of {trials:,} simulated A/A comparisons {held:,} ({100 * held / trials:.1f} %) say "
-        f"that there is no difference (`benchmarks/results/{path.name}`)."
+        f"Calibration on these rows: of {trials:,} simulated A/A comparisons {held:,} ({100 * held / trials:.1f} %) "
+        f"say that there is no difference (`benchmarks/results/{path.name}`)."
     ]
 
 

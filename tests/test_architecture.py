@@ -85,7 +85,11 @@ BAD: list[tuple[str, str, str]] = [
     ("drafter/layers.py", "import safetensors.torch", "torch and the standard library only"),
     ("engine/step.py", "import typer", "typer belongs to cli/"),
     ("train/trainer.py", "from rich.progress import Progress", "rich belongs to cli/"),
-    ("train/trainer.py", "import matplotlib.pyplot", "matplotlib belongs to bench/plots.py and train/curves.py"),
+    (
+        "train/trainer.py",
+        "import matplotlib.pyplot",
+        "matplotlib belongs to bench/plots.py and train/curves.py",
+    ),
     ("llm.py", "import pydantic", "pydantic belongs to serve/"),
     ("cli/main.py", "import uvicorn", "uvicorn belongs to serve/"),
     ("llm.py", "import transformers", "belongs to target/hf.py"),

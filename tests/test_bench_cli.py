@@ -145,6 +145,3 @@ def test_quick_asks_for_little(drafter: Path, tmp_path: Path, capsys: pytest.Cap
     stored = read_run(folder)
     assert stored.plan["max_s"] == 270 and list(stored.arms) == ["plain", "dflash"]
     assert set(stored.workload["kinds"]) == {"code", "chat"}  # type: ignore[call-overload]
-        "code",
-        "chat",
-    }  # type: ignore[call-overload, arg-type]

@@ -36,9 +36,7 @@ def assemble(plan: Plan, load_pair: Callable[[], LLM]) -> list[Arm]:
     """
     for spec in plan.arms:
         if spec.kind not in ARM_KINDS:
-            raise ConfigError(
-                f"arm {spec.name!r}: expected one of {', '.join(ARM_KINDS)}, got {spec.kind!r}"
-            )
+            raise ConfigError(f"arm {spec.name!r}: expected one of {', '.join(ARM_KINDS)}, got {spec.kind!r}")
     llm = load_pair() if needs_pair(plan) else None
     return [_arm(spec, llm) for spec in plan.arms]
 

@@ -47,7 +47,9 @@ class Traffic:
 
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Prompts: JSON lines with turns, messages or prompt; repeat for more."),
+        typer.Option(
+            metavar="FILE", help="Prompts: JSON lines with turns, messages or prompt; repeat for more."
+        ),
     ] = None
     log: Annotated[
         Path | None,
@@ -55,7 +57,8 @@ class Traffic:
     ] = None
     kinds: Annotated[str | None, typer.Option(metavar="A,B", help="Only these kinds of work.")] = None
     kind_field: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where a line of the log names its kind: metadata.task.")
+        str | None,
+        typer.Option(metavar="PATH", help="Where a line of the log names its kind: metadata.task."),
     ] = None
     kind_rule: Annotated[
         list[str] | None,
@@ -67,7 +70,9 @@ class Traffic:
     mask: Annotated[bool, typer.Option("--mask", help="Replace personal data of the log first.")] = False
     limit: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Only N prompts of each kind, or the first N requests of a log."),
+        typer.Option(
+            metavar="N", min=1, help="Only N prompts of each kind, or the first N requests of a log."
+        ),
     ] = None
 
 
@@ -84,7 +89,9 @@ class Design:
     replay: Annotated[
         str | None, typer.Option(metavar="X,X", help="Open loop: the log's own arrivals, hastened X times.")
     ] = None
-    temperature: Annotated[str | None, typer.Option(metavar="X,X", help="Temperatures of the answers.")] = None
+    temperature: Annotated[str | None, typer.Option(metavar="X,X", help="Temperatures of the answers.")] = (
+        None
+    )
     top_p: Annotated[float | None, typer.Option(metavar="X", help="Of sampled answers.")] = None
     max_new_tokens: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Most tokens of an answer.")
@@ -93,10 +100,12 @@ class Design:
         int | None, typer.Option(metavar="N", min=1, help="Requests of each kind in a block.")
     ] = None
     blocks: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Most blocks; fewer if the answer is clear earlier.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Most blocks; fewer if the answer is clear earlier."),
     ] = None
     minutes: Annotated[
-        float | None, typer.Option(metavar="X", min=0.1, help="Begin no block that would end later than this.")
+        float | None,
+        typer.Option(metavar="X", min=0.1, help="Begin no block that would end later than this."),
     ] = None
     all_blocks: Annotated[
         bool, typer.Option("--all-blocks", help="Do not stop when the answer is clear.")
@@ -123,7 +132,8 @@ class Decide:
     """When speculation counts as worth it."""
 
     min_speedup: Annotated[
-        float | None, typer.Option(metavar="X", help="Ratio that the whole traffic must exceed; 1.05 if not given.")
+        float | None,
+        typer.Option(metavar="X", help="Ratio that the whole traffic must exceed; 1.05 if not given."),
     ] = None
     worst_kind: Annotated[
         float | None, typer.Option(metavar="X", help="Ratio that no kind may fall below; 0.95 if not given.")
@@ -131,18 +141,24 @@ class Decide:
     confidence: Annotated[
         float | None, typer.Option(metavar="X", help="Of intervals and verdict; 0.95 if not given.")
     ] = None
-    ttft_s: Annotated[float | None, typer.Option(metavar="S", help="Latency target: to the first token.")] = None
-    tpot_s: Annotated[float | None, typer.Option(metavar="S", help="Latency target: a token after it.")] = None
+    ttft_s: Annotated[float | None, typer.Option(metavar="S", help="Latency target: to the first token.")] = (
+        None
+    )
+    tpot_s: Annotated[float | None, typer.Option(metavar="S", help="Latency target: a token after it.")] = (
+        None
+    )
     e2e_s: Annotated[float | None, typer.Option(metavar="S", help="Latency target: the whole answer.")] = None
     attainment: Annotated[
-        float | None, typer.Option(metavar="X", help="Share of requests that must meet it; 0.95 if not given.")
+        float | None,
+        typer.Option(metavar="X", help="Share of requests that must meet it; 0.95 if not given."),
     ] = None
     max_memory_gb: Annotated[float | None, typer.Option(metavar="X", help="Most memory of an arm.")] = None
     price_per_hour: Annotated[
         float | None, typer.Option(metavar="X", help="Of the machine; gives costs per million good tokens.")
     ] = None
     peak: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Most requests at once in reality; higher loads do not decide.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Most requests at once in reality; no higher load decides."),
     ] = None
 
 
@@ -169,7 +185,7 @@ def bench(
     verify: Verify = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure whether speculation is worth it, and say so: on, off, on below a load, on for some kinds, or not yet clear.
+    """Measure whether speculation is worth it: on, off, on below a load, on for some kinds of work, or not yet clear.
 
     All arms answer the same requests in turns, in blocks A B … B A. The folder keeps every row and a report; Ctrl-C
     keeps what was measured, and --resume goes on.
@@ -225,7 +241,10 @@ def _plan(path: Path | None, arms: list[str] | None, design: Design, decide: Dec
         usual = tuple(ArmSpec.parse(kind) for kind in QUICK["arms"])
         base = Plan(specs or usual, loads=tuple(Load(n) for n in (1, 2, 4, 8)))
     loads = (
-        *(Load(concurrency=_whole("--concurrency", n)) for n in _numbers("--concurrency", design.concurrency)),
+        *(
+            Load(concurrency=_whole("--concurrency", n))
+            for n in _numbers("--concurrency", design.concurrency)
+        ),
         *(Load(rate_per_s=x) for x in _numbers("--rate", design.rate)),
         *(Load(speed=x) for x in _numbers("--replay", design.replay)),
     )
@@ -358,7 +377,9 @@ def _measure(pair: options.Pair, plan: Plan, workload: Workload, folder: Path, *
                 decide=is_clear,
             )
     except KeyboardInterrupt:
-        say_error(f"interrupted; the same command with --out {folder} --resume goes on, paceline report {folder} reads it")
+        say_error(
+            f"interrupted; the same command with --out {folder} --resume goes on, and paceline report reads it"
+        )
         raise typer.Exit(INTERRUPTED) from None
 
 

@@ -26,7 +26,9 @@ def show(summary: Summary) -> None:
         for line in _lines(decision):
             console.print(line, soft_wrap=True)
     for arm, load, reason, count, example in summary.failures:
-        console.print(Text(f"{arm}, {load}: {count} failed, such as {example}: {reason}", style="red"), soft_wrap=True)
+        console.print(
+            Text(f"{arm}, {load}: {count} failed, such as {example}: {reason}", style="red"), soft_wrap=True
+        )
 
 
 def _lines(decision: Decision) -> Iterator[Text]:
@@ -46,7 +48,9 @@ def _loads(summary: Summary) -> Table:
     names = ["arm", "load", "T", "ratio", "tok/s", "a user", "TTFT", "τ", "same", *["failed"] * has_failures]
     for name in names:
         is_text = name in ("arm", "load")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "arm", min_width=9 * is_text)
+        table.add_column(
+            name, justify="left" if is_text else "right", no_wrap=name != "arm", min_width=9 * is_text
+        )
     for cell in summary.cells:
         if cell.kind is None:
             table.add_row(*_row(cell)[: len(names)])
@@ -80,7 +84,9 @@ def _kinds(summary: Summary) -> Table | None:
     first = cells[0]
     at = [cell for cell in cells if (cell.load, cell.temperature) == (first.load, first.temperature)]
     arms = list(dict.fromkeys(cell.arm for cell in at))
-    table = Table(box=SIMPLE_HEAD, caption=f"ratio by kind, {first.load.label}, temperature {first.temperature:g}")
+    table = Table(
+        box=SIMPLE_HEAD, caption=f"ratio by kind, {first.load.label}, temperature {first.temperature:g}"
+    )
     table.add_column("kind")
     for arm in arms:
         table.add_column(arm, justify="right")

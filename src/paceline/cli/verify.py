@@ -35,9 +35,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 
 if TYPE_CHECKING:
+    from paceline.bench.checks import Check, Report
     from paceline.bench.losslessness import Settings
     from paceline.bench.prompts import Prompt
-    from paceline.bench.checks import Check, Report
     from paceline.llm import LLM
 
 app = typer.Typer()
@@ -157,8 +157,8 @@ def examine(
     """
     from dataclasses import asdict, replace
 
-    from paceline.bench.prompts import load_prompts
     from paceline.bench.checks import Report
+    from paceline.bench.prompts import load_prompts
     from paceline.engine.runtime import machine
 
     with_drafter = pair if not _is_remote(servers) else replace(pair, drafter="none")
