@@ -428,7 +428,7 @@ def test_the_estimate_leaves_out_what_an_arm_that_is_out_would_take(
     left: dict[str, float | None] = {}
 
     def progress(stage: str, num_done: int, num_passes: int, left_s: float | None) -> None:
-        left[stage] = left_s
+        left.setdefault(stage, left_s)
 
     runner.run(
         plan_of(scripted, num_blocks=4, has_control=False),
