@@ -322,11 +322,13 @@ def _calibration_line(path: Path) -> list[str]:
     if not path.exists():
         return []
     result = _load(path)
-    equal = result["no_difference"]
+    equal, slower = result["equal"], result["slower"].values()
     held, trials = sum(equal["holds_1"].values()), len(equal["holds_1"]) * result["num_simulations"]
+    found = sum(row["found_at_this_size"] for row in slower)
     return [
         f"Calibration on these rows: of {trials:,} simulated A/A comparisons {held:,} ({100 * held / trials:.1f} %) "
-        f"say that there is no difference (`benchmarks/results/{path.name}`)."
+        f"say that there is no difference, and of {trials:,} with a planted slowdown of "
+        f"{100 * max(row['slowdown'] for row in slower):.0f} % {found:,} find it (`benchmarks/results/{path.name}`)."
     ]
 
 

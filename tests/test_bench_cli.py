@@ -117,7 +117,7 @@ def test_a_log_is_replayed_and_what_cannot_be_is_said(
         (("--kind-rule", "x"), 2, "needs --log"),
         (("--concurrency", "1.5"), 2, "whole numbers"),
         (("--concurrency", "many"), 2, "expected numbers such as 1,4"),
-        (("--replay", "1"), 1, "arrivals"),
+        (("--replay", "1"), 1, "a replay needs the arrival"),
         (("--quick", "--plan", "p.toml"), 2, "leave --plan out"),
         (("--plan", "missing.toml"), 1, "cannot be read"),
         (("--arm", "url,url=http://127.0.0.1:1,api_key_env=PACELINE_NO_SUCH_KEY"), 1, "is not set"),
