@@ -120,8 +120,8 @@ def forgets_a_hidden_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         engine_step,
         "_inject",
-        lambda sequences, hidden, drafter: inject_honestly(
-            sequences, [rows[:-1] for rows in hidden], drafter
+        lambda sequences, hidden, tokens, drafter: inject_honestly(
+            sequences, [rows[:-1] for rows in hidden], [ids[:-1] for ids in tokens], drafter
         ),
     )
 
