@@ -121,6 +121,7 @@ def test_a_log_is_replayed_and_what_cannot_be_is_said(
         (("--quick", "--plan", "p.toml"), 2, "leave --plan out"),
         (("--plan", "missing.toml"), 1, "cannot be read"),
         (("--arm", "url,url=http://127.0.0.1:1,api_key_env=PACELINE_NO_SUCH_KEY"), 1, "is not set"),
+        (("--arm", "url,url=http://127.0.0.1:1,api_key=secret"), 1, "api_key_env=NAME"),
         (("--arm", "url,url=http://127.0.0.1:1"), 1, "127.0.0.1:1"),
     ],
 )

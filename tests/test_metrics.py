@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from paceline.bench.metrics import summarise, summary_to_dict
 from paceline.bench.plan import LatencyTarget, Rules
 from paceline.bench.rows import PassRecord, Place, Row, Run
 from paceline.bench.summary import Cell, Interval, Summary
-from paceline.bench.table import row_dicts
 from paceline.core.acceptance import acceptance_length, acceptance_rate, survival
 from paceline.core.types import StepRecord
 from synthetic_runs import Scenario, make_run
@@ -377,13 +375,3 @@ def test_a_summary_is_json_and_open_ends_are_null() -> None:
     assert data["cells"][0]["tokens_per_s"]["high"] is None
     assert data["cells"][0]["tokens_per_s"]["estimate"] > 0.0
     assert set(data) == {field.name for field in dataclasses.fields(Summary)}
-
-
-def test_rows_are_flat_and_complete() -> None:
-    run = make((place("fast", 3, 1), [answer("a1", 1.0, acceptance=((3, 0, 2), (3, 2, 1))), failed("a2")]))
-    first, second = row_dicts(run)
-    assert (first["arm"], first["load"], first["block"], first["order"]) == ("fast", "1 at once", 3, 1)
-    assert (first["acceptance"], first["e2e_s"]) == ("3:0×2 3:2×1", 1.0)
-    assert (second["failure"], second["e2e_s"]) == ("request 'a2': timed out", None)
-    names = {field.name for field in dataclasses.fields(Outcome)}
-    assert names <= first.keys() and all(a.keys() == b.keys() for a, b in pairwise((first, second)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -173,38 +172,3 @@ def key_order(run: Run, key: Key) -> tuple[float, tuple[bool, bool, float], int]
     """Returns what sorts cells: temperature, load, and the arms' own order with the control at the end."""
     names = list(run.arms)
     return key[1], load_order(key[2]), names.index(key[0]) if key[0] in names else len(names)
-
-
-def row_dicts(run: Run) -> Iterator[dict[str, object]]:
-    """Yields rows as flat data for a table of values, such as a CSV file; acceptance as "drafted:accepted×steps"."""
-    for row in run.rows:
-        place, outcome = row.place, row.outcome
-        yield {
-            "arm": place.arm,
-            "load": place.load.label,
-            "temperature": place.temperature,
-            "block": place.block,
-            "order": place.order,
-            "start": place.start,
-            "kind": row.kind,
-            "id": outcome.id,
-            "max_new_tokens": row.max_new_tokens,
-            **{name: getattr(outcome, name) for name in _PLAIN},
-            "acceptance": None
-            if outcome.acceptance is None
-            else " ".join(f"{drafted}:{accepted}×{count}" for drafted, accepted, count in outcome.acceptance),
-        }
-
-
-_PLAIN = (
-    "failure",
-    "sent_s",
-    "ttft_s",
-    "e2e_s",
-    "max_gap_s",
-    "num_chunks",
-    "num_prompt_tokens",
-    "num_new_tokens",
-    "finish_reason",
-    "text",
-)

@@ -303,6 +303,8 @@ def _with_keys(plan: Plan) -> Plan:
 
 def _with_key(spec: ArmSpec) -> ArmSpec:
     rest = dict(spec.options)
+    if "api_key" in rest:  # it would stand in the stored command, and in the shell's history
+        raise ConfigError(f"arm {spec.name!r}: api_key: keys are not written here; hint: api_key_env=NAME")
     name = rest.pop("api_key_env", None)
     if name is None:
         return spec
