@@ -42,10 +42,11 @@ lint: dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Idle OpenMP threads sleep instead of spinning, so that tests beside other work stay fast; nothing is timed in them.
+# A process and a thread for every core; idle threads sleep instead of spinning. Nothing is timed in the tests.
+test: export OMP_NUM_THREADS ?= 1
 test: export OMP_WAIT_POLICY ?= PASSIVE
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --dist loadfile
 
 # bfloat16 is compared for its tokens only: many processors have no matrix products for it.
 bench: dev

@@ -42,7 +42,7 @@ def test_a_run_is_measured_kept_and_judged(
     document = json.loads(done.out)
     assert document == json.loads((folder / "report.json").read_text())
     stored = read_run(folder)
-    assert stored.is_complete and stored.command.startswith("paceline ")
+    assert stored.is_complete and stored.command.startswith("paceline bench --kinds math --max-new-tokens 4 ")
     assert list(stored.arms) == ["plain", "dflash", "copy", "plain again"]
     assert len(stored.passes) == 4 * 2 * 2 and len(stored.rows) == 4 * 2 * 2 * 2
     assert all(row.outcome.failure is None and row.outcome.num_new_tokens for row in stored.rows)

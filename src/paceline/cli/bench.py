@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from paceline.cli import options
 from paceline.cli.decoding import open_pair
-from paceline.cli.output import INTERRUPTED, note, say_error, words, write_json
+from paceline.cli.output import INTERRUPTED, command_line, note, say_error, words, write_json
 from paceline.cli.report import Verify, judge, read_verified, require_libraries
 from paceline.cli.verdict import show
 from paceline.core.errors import ConfigError
@@ -373,7 +371,7 @@ def _measure(pair: options.Pair, plan: Plan, workload: Workload, folder: Path, *
                 workload,
                 arms,
                 folder,
-                command=_command(),
+                command=command_line(),
                 resume=resume,
                 progress=progress,
                 decide=is_clear,
@@ -383,10 +381,6 @@ def _measure(pair: options.Pair, plan: Plan, workload: Workload, folder: Path, *
             f"interrupted; the same command with --out {folder} --resume goes on, and paceline report reads it"
         )
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _command() -> str:
-    return shlex.join(["paceline", *sys.argv[1:]])
 
 
 def _numbers(flag: str, text: str | None) -> tuple[float, ...]:

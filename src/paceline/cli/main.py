@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline.cli import bench, chat, demo, doctor, generate, inspect, report, train, verify
-from paceline.cli.output import INTERRUPTED, in_words, say_error
+from paceline.cli.output import INTERRUPTED, arguments_given, in_words, say_error
 from paceline.core.errors import PacelineError
 
 
@@ -93,8 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(
             errors="backslashreplace"
         )  # a terminal without a character still shows the text
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    arguments_given.set(tuple(given))
     try:
-        app(None if arguments is None else list(arguments), prog_name="paceline")
+        app(given, prog_name="paceline")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
     return 0

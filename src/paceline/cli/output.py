@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -21,7 +23,15 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
 
+arguments_given: ContextVar[tuple[str, ...]] = ContextVar("arguments_given", default=())
+"""Words of the command line behind the program's name, as `main` got them."""
+
 _STAGES = {"download": "fetching the target", "convert": "converting the target"}
+
+
+def command_line() -> str:
+    """Returns the command line that runs, quoted for a shell."""
+    return shlex.join(["paceline", *arguments_given.get()])
 
 
 def words() -> Console:

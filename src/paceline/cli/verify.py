@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ from rich.text import Text
 
 from paceline.cli import options
 from paceline.cli.decoding import describe, open_pair
-from paceline.cli.output import note, say_error, words, write_json
+from paceline.cli.output import command_line, note, say_error, words, write_json
 from paceline.cli.sampling import named_as_options
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
@@ -173,8 +171,7 @@ def examine(
             settings = replace(settings, block_sizes=_usual_block_sizes(llm))
         checks = _examine_pair(llm, loaded, settings)
     used = {**asdict(settings), "prompts": prompts[0].name, "num_prompts": len(loaded)}
-    command = shlex.join(["paceline", *sys.argv[1:]])
-    return Report(checks, machine(), described, used, command)
+    return Report(checks, machine(), described, used, command_line())
 
 
 def _examine_pair(llm: LLM, prompts: list[Prompt], settings: Settings) -> tuple[Check, ...]:
