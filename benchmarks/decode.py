@@ -98,9 +98,9 @@ def run_dtype(
     llm: LLM, arguments: argparse.Namespace, reference: Reference | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns the rows of one dtype, by set and kind of draft, and the totals by kind of draft."""
-    assert llm.dflash is not None
+    assert llm.drafter is not None
     dtype, rows = str(llm.dtype).removeprefix("torch."), []
-    names = {"chain": f"chain of {llm.dflash.block_size - 1}", "tree": f"tree of {llm.tree_nodes}"}
+    names = {"chain": f"chain of {llm.drafter.block_size - 1}", "tree": f"tree of {llm.tree_nodes}"}
     engines = {
         "plain": lambda: llm.new_engine(plain=True, max_sequences=1),
         "chain": lambda: llm.new_engine(tree_nodes=None, max_sequences=1),

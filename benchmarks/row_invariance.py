@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from paceline.core.tree import grow
 from paceline.core.types import EMPTY_PROPOSAL, Proposal
 from paceline.engine.runtime import machine, probe_rows
 from paceline.engine.step import PREFILL_ROWS
-from paceline.engine.tree import grow
 from paceline.llm import LLM
 from paceline.target.base import VerifyRows
 from paceline.target.native import NativeSession, NativeTarget

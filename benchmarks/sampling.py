@@ -32,6 +32,7 @@ from paceline.core.noise import gumbel_row
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Law
 from paceline.core.types import EMPTY_PROPOSAL, Completion, Proposal, Request
+from paceline.drafter.dflash import DFlash
 from paceline.engine.runtime import machine
 from paceline.engine.tree import TreeDrafter
 from paceline.llm import LLM
@@ -57,8 +58,8 @@ def inverse_cdf(logits_RV: torch.Tensor, draws_R: torch.Tensor, temperature: flo
 
 def costs(llm: LLM, prompt: Sequence[int], temperature: float, repeats: int) -> list[dict[str, Any]]:
     """Returns the share of a 16-row step that each kind of request adds, medians of interleaved repeats."""
-    assert llm.dflash is not None
-    target, drafter = llm.target, TreeDrafter(llm.dflash, ROWS - 1)
+    assert llm.drafter is not None
+    target, drafter = llm.target, TreeDrafter(llm.drafter, ROWS - 1)
     target.tap(drafter.target_layer_ids)
     session, context = target.open(len(prompt) + 4 * ROWS), drafter.open(len(prompt) + 4 * ROWS)
     try:
@@ -117,20 +118,21 @@ def choose_as_in_a_step(
 
 def coupling(llm: LLM, completion: Completion, temperature: float, num_keys: int) -> list[dict[str, float]]:
     """Returns, for every anchor of a text, the chance that the first draft is right under each way of drafting."""
-    assert llm.dflash is not None and llm.checkpoint is not None
+    drafter = llm.drafter
+    assert isinstance(drafter, DFlash) and llm.checkpoint is not None
     ids, target = [*completion.prompt_ids, *completion.token_ids], llm.target
-    target.tap(llm.dflash.target_layer_ids)
-    session, context = target.open(len(ids)), llm.dflash.open(len(ids))
+    target.tap(drafter.target_layer_ids)
+    session, context = target.open(len(ids)), drafter.open(len(ids))
     (output,) = target.verify([VerifyRows(session, ids[:1], Proposal.chain(ids[1:-1]))])
     session.close()
     vocab = llm.checkpoint.token_ids
     columns = torch.arange(target.spec.vocab_size) if vocab is None else vocab.long()
     rows = []
     first = len(completion.prompt_ids)
-    llm.dflash.inject([context], [output.hidden[:first]])
+    drafter.inject([context], [output.hidden[:first]], [ids[:first]])
     for position in range(first, len(ids) - 1):  # the anchor's own row is not yet injected
         own = (output.logits[position].double() / temperature).softmax(dim=-1)
-        drafted = llm.dflash.draft_logits([ids[position]], [context], 1)[0, 0].double() / temperature
+        drafted = drafter.draft_logits([ids[position]], [context], 1)[0, 0].double() / temperature
         guess = torch.zeros_like(own).index_copy(0, columns, drafted.softmax(dim=-1))
         rows.append(
             {
@@ -140,7 +142,7 @@ def coupling(llm: LLM, completion: Completion, temperature: float, num_keys: int
                 "bound": float(torch.minimum(own, guess).sum()),
             }
         )
-        llm.dflash.inject([context], [output.hidden[position : position + 1]])
+        drafter.inject([context], [output.hidden[position : position + 1]], [ids[position : position + 1]])
     return rows
 
 
@@ -175,12 +177,12 @@ def decode(
 
 def compare(llm: LLM, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns coupling and τ by set of prompts."""
-    assert llm.dflash is not None
+    assert llm.drafter is not None
     nodes = 5
     params = SamplingParams(max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
     arms: dict[tuple[str, bool], dict[str, Any]] = {
-        (f"chain of {llm.dflash.block_size - 1}", False): {"tree_nodes": None, "keyed_drafts": False},
-        (f"chain of {llm.dflash.block_size - 1}", True): {"tree_nodes": None, "keyed_drafts": True},
+        (f"chain of {llm.drafter.block_size - 1}", False): {"tree_nodes": None, "keyed_drafts": False},
+        (f"chain of {llm.drafter.block_size - 1}", True): {"tree_nodes": None, "keyed_drafts": True},
         (f"tree of {nodes}", False): {"tree_nodes": nodes, "keyed_drafts": False},
         (f"tree of {nodes}", True): {"tree_nodes": nodes, "keyed_drafts": True},
     }

@@ -77,7 +77,8 @@ def test_blocks_are_what_decoding_would_meet(
         assert len(blocks.hidden) == anchors[-1], "nothing at or behind the last anchor is handed out"
         assert torch.equal(blocks.hidden, document.hidden[: anchors[-1]])
         assert blocks.hidden.isfinite().all()
-        assert torch.equal(blocks.anchor_embeddings, EMBEDDING[document.token_ids[blocks.anchors]])
+        assert torch.equal(blocks.token_ids, document.token_ids[: anchors[-1]])
+        assert torch.equal(blocks.block_ids[:, 0], document.token_ids[blocks.anchors])
         for anchor in anchors:
             expected = ids[anchor + 1 : anchor + 1 + num_drafts]
             assert next(labels) == expected + [IGNORED] * (num_drafts - len(expected))
@@ -88,7 +89,7 @@ def same_batch(first: TrainBatch, second: TrainBatch) -> bool:
     return torch.equal(first.labels, second.labels) and all(
         torch.equal(getattr(a, field), getattr(b, field))
         for a, b in zip(first.documents, second.documents, strict=True)
-        for field in ("hidden", "anchors", "anchor_embeddings")
+        for field in ("hidden", "token_ids", "anchors", "block_ids")
     )
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from paceline.checkpoint import zlab
 from paceline.core.block import LayerRule, attends, slot_positions
 from paceline.core.errors import CapacityError, ConfigError
+from paceline.drafter.base import Blocks
 from paceline.drafter.config import (
     FULL,
     SLIDING,
@@ -23,7 +24,7 @@ from paceline.drafter.config import (
     to_hidden_states_index,
 )
 from paceline.drafter.context import ContextKV
-from paceline.drafter.dflash import Blocks, DFlash
+from paceline.drafter.dflash import DFlash
 from paceline.target.native import NativeTarget
 from paceline.testing import tiny_drafter, tiny_target
 
@@ -79,16 +80,18 @@ def decoded(drafter: DFlash, hidden: torch.Tensor, anchor: int, num_drafts: int)
 
 
 def blocks(target: NativeTarget, hidden: torch.Tensor, anchors: Sequence[int]) -> Blocks:
-    embeddings = target.heads.embed_weight[[TOKENS[anchor] for anchor in anchors]]
-    return Blocks(hidden[: max(anchors)], torch.tensor(anchors), embeddings)
+    last, ids = max(anchors), torch.tensor(TOKENS)
+    positions = torch.tensor(anchors)[:, None] + torch.arange(BLOCK)
+    return Blocks(hidden[:last], ids[:last], torch.tensor(anchors), ids[positions.clamp(max=NUM_TOKENS)])
 
 
 def trained(
     drafter: DFlash, target: NativeTarget, documents: Sequence[Blocks], num_slots: int | None = None
 ) -> torch.Tensor:
     """Returns logits (A, K, V) by the trainer's way."""
-    mask = target.heads.embed_weight[drafter.config.mask_token_id]
-    logits: torch.Tensor = target.heads.lm_head(drafter.forward_blocks(documents, mask, num_slots))
+    logits: torch.Tensor = target.heads.lm_head(
+        drafter.forward_blocks(documents, target.heads.embed_weight, num_slots)
+    )
     return logits
 
 
@@ -321,7 +324,7 @@ def test_layer_rules(target: NativeTarget) -> None:
         ({"num_kv_heads": 0}, "num_kv_heads: expected at least 1"),
         ({"head_dim": 7}, "head_dim: expected an even number"),
         ({"hidden_size": 0}, "hidden_size: expected at least 1"),
-        ({"variant": "eagle3"}, "variant: expected 'dflash', got 'eagle3'"),
+        ({"variant": "eagle3"}, "variant: expected one of .'dflash', 'dflash2'., got 'eagle3'"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(

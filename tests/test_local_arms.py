@@ -359,13 +359,13 @@ def test_arms_over_a_pair_differ_in_speculation_only(llm: LLM, arms: dict[str, E
 
 
 def test_memory_is_that_of_the_parameters_and_caches(llm: LLM, arms: dict[str, EngineArm]) -> None:
-    assert isinstance(llm.target, NativeTarget) and llm.dflash is not None
+    assert isinstance(llm.target, NativeTarget) and llm.drafter is not None
     keys, values = llm.target._cache[0]
-    context = llm.dflash.open(10)
+    context = llm.drafter.open(10)
     expected = {
         "target_weights": (llm.folder / "model.safetensors").stat().st_size,
         "target_kv_per_token": 2 * (keys[0, 0].nbytes + values[0, 0].nbytes),
-        "drafter_weights": sum(parameter.nbytes for parameter in llm.dflash.parameters()),
+        "drafter_weights": sum(parameter.nbytes for parameter in llm.drafter.parameters()),
         "drafter_kv_per_token": context._kv.nbytes // 10,
     }
     memory = dict(arms["dflash"].open().memory)

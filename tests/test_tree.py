@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
+from paceline.core.tree import grow
 from paceline.core.types import Request
 from paceline.engine.engine import Engine
-from paceline.engine.tree import TreeDrafter, grow
+from paceline.engine.tree import TreeDrafter
 from paceline.testing import tiny_drafter, tiny_target
 
 

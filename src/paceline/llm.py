@@ -17,9 +17,8 @@ from paceline.checkpoint.store import DrafterCheckpoint
 from paceline.core.errors import ConfigError, IncompatiblePairError, UnsupportedTargetError
 from paceline.core.params import SamplingParams
 from paceline.core.types import Completion, Request, TokenDelta
-from paceline.drafter.base import Drafter
+from paceline.drafter.base import Drafter, NeuralDrafter
 from paceline.drafter.config import DrafterConfig
-from paceline.drafter.dflash import DFlash
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import cache_dir as chosen_cache_dir
 from paceline.engine.runtime import choose_device, choose_dtype, default_tree_nodes, probe_rows
@@ -83,14 +82,14 @@ class LLM:
         )
         self.grammars = GrammarCompiler(self.codec, self.target.spec.vocab_size)
         self.checkpoint = load_drafter(drafter, str(target))
-        self.dflash: DFlash | None = None
+        self.drafter: NeuralDrafter | None = None
         if self.checkpoint is not None:
             check_pair(self.checkpoint, self.target.spec)
-            self.dflash = self.checkpoint.build(self.dtype, self.device)
-            self.dflash.bind(self.target.heads, self.checkpoint.token_ids)
+            self.drafter = self.checkpoint.build(self.dtype, self.device)
+            self.drafter.bind(self.target.heads, self.checkpoint.token_ids)
         self.exact = self._settle_arithmetic(exact)
         if tree_nodes == "auto":
-            chain = block_size is not None or self.dflash is None
+            chain = block_size is not None or self.drafter is None
             tree_nodes = None if chain else default_tree_nodes(self.device, self.dtype, self.exact)
         self.block_size, self.tree_nodes, self.max_sequences = block_size, tree_nodes, max_sequences
         self.new_engine().close()  # refuses a bad block size or batch now rather than at the first request
@@ -165,10 +164,10 @@ class LLM:
 
     def _drafter(self, tree_nodes: int | None) -> Drafter | None:
         if tree_nodes is None:
-            return self.dflash
-        if self.dflash is None:
+            return self.drafter
+        if self.drafter is None:
             raise ConfigError(f"tree_nodes: {tree_nodes} needs a drafter, and none is loaded")
-        return TreeDrafter(self.dflash, tree_nodes)
+        return TreeDrafter(self.drafter, tree_nodes)
 
     def generate(
         self, prompts: str | Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | None = None

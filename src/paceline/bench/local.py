@@ -85,7 +85,7 @@ def _engine_options(kind: str, numbers: dict[str, int], llm: LLM) -> dict[str, A
         return {"plain": True}
     if kind == "lookup":
         return {"drafter": PromptLookup(**numbers)}
-    if llm.dflash is None:
+    if llm.drafter is None:
         raise ConfigError("dflash: the pair has no drafter; hint: give one, or leave the arm out")
     if numbers.get("tree_nodes") and "block_size" in numbers:
         raise ConfigError(

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from paceline.checkpoint import zlab
 from paceline.core.errors import CheckpointError, ConfigError, UnknownFormatError
+from paceline.drafter.base import NeuralDrafter
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.dflash import DFlash
 
@@ -100,13 +101,14 @@ class DrafterCheckpoint:
     @classmethod
     def of(
         cls,
-        drafter: DFlash,
+        drafter: NeuralDrafter,
         dtype: torch.dtype,
         provenance: dict[str, Any],
         token_ids: torch.Tensor | None = None,
     ) -> DrafterCheckpoint:
         """Returns a copy of a module's weights in `dtype`."""
         tensors = {k: v.detach().to("cpu", dtype, copy=True) for k, v in drafter.state_dict().items()}
+        assert isinstance(drafter.config, DrafterConfig)
         return cls(drafter.config, tensors, provenance, token_ids)
 
 

@@ -44,7 +44,7 @@ def open_pair(pair: Pair) -> LLM:
 def describe(llm: LLM, drafter: str) -> dict[str, object]:
     """Returns what a JSON document says of the pair: `drafter` is "shipped", a folder, or null."""
     used = None if llm.checkpoint is None else "shipped" if drafter == "auto" else drafter
-    chain = llm.block_size or (llm.dflash.block_size if llm.dflash else 1)
+    chain = llm.block_size or (llm.drafter.block_size if llm.drafter else 1)
     return {
         "target": llm.target.spec.name,
         "backend": llm.backend,

@@ -177,7 +177,7 @@ def examine(
 def _examine_pair(llm: LLM, prompts: list[Prompt], settings: Settings) -> tuple[Check, ...]:
     from paceline.bench.losslessness import verify_pair
 
-    if llm.dflash is None:
+    if llm.drafter is None:
         raise ConfigError(
             f"drafter: none ships for target {llm.target.spec.name!r}; hint: name one with --drafter FOLDER"
         )

@@ -1,14 +1,21 @@
-"""The protocol of a drafter: open a context, inject what the target saw, draft behind an anchor."""
+"""What a drafter is to an engine, and what one with weights is to a trainer.
+
+Shape suffixes: A anchors, S slots, K drafts, T context tokens, D hidden, V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import torch
+from torch import nn
 
 from paceline.core.sampling import Law
 from paceline.core.types import Proposal
+from paceline.drafter.config import NeuralConfig
 
 
 class Context(Protocol):
@@ -59,4 +66,129 @@ class Drafter(Protocol):
         Args:
             laws: how each sequence's tokens are drawn; a drafter may use their noise to guess the drawn token
                 (`Law.perturb`). `None` asks for the likeliest tokens.
+        """
+
+
+class Heads(Protocol):
+    """The target's embedding and head, borrowed."""
+
+    @property
+    def embed(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Token ids (…) → embeddings (…, D)."""
+
+    @property
+    def lm_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Normed hidden states (…, D) → logits (…, V)."""
+
+    @property
+    def embed_weight(self) -> torch.Tensor:
+        """The embedding's matrix (V, D)."""
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The head's matrix (V, D)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Anchors of one document, for training.
+
+    Args:
+        hidden: (T, taps · D) tapped hidden states of the document's first T tokens; T is the last anchor's position.
+        token_ids: (T,) those tokens.
+        anchors: (A,) positions of anchors, ascending, each at most T.
+        block_ids: (A, S) true tokens of the blocks' slots, the anchor's first; any token beyond the document's end.
+    """
+
+    hidden: torch.Tensor
+    token_ids: torch.Tensor
+    anchors: torch.Tensor
+    block_ids: torch.Tensor
+
+
+class NeuralDrafter(nn.Module, ABC):
+    """A drafter with weights: bound to a target it is a `Drafter`; a trainer runs it over blocks of documents.
+
+    Drafting and `forward_blocks` are one function of the same weights: what a slot says behind an anchor is the same
+    by either way (tests/test_drafter.py).
+    """
+
+    config: NeuralConfig
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block, anchor included."""
+        return self.config.block_size
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Tapped decoder layers of the target (0-based outputs)."""
+        return self.config.target_layer_ids
+
+    @property
+    @abstractmethod
+    def is_causal(self) -> bool:
+        """Whether a slot sees only slots before it, so that a shorter block says the same about its slots."""
+
+    @abstractmethod
+    def bind(self, heads: Heads, token_ids: torch.Tensor | None = None) -> Self:
+        """Borrows what it needs of the target and prepacks the weights for inference. Mutates: self.
+
+        Args:
+            token_ids: (V',) the only tokens to draft; `None` drafts any token that the drafter knows.
+
+        Raises:
+            IncompatiblePairError: the target is of another size.
+        """
+
+    @abstractmethod
+    def open(self, capacity: int) -> Any:
+        """Returns an empty context with room for `capacity` tokens."""
+
+    @abstractmethod
+    def inject(
+        self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """See `Drafter.inject`."""
+
+    @abstractmethod
+    def draft(
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[Any],
+        num_draft_tokens: int,
+        laws: Sequence[Law] | None = None,
+    ) -> list[Proposal]:
+        """Returns a chain of `num_draft_tokens` best guesses behind each anchor. Leaves contexts as they are."""
+
+    @abstractmethod
+    def draft_trees(
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[Any],
+        num_nodes: int,
+        laws: Sequence[Law] | None = None,
+    ) -> list[Proposal]:
+        """Returns a tree of the `num_nodes` likeliest paths behind each anchor. Leaves contexts as they are."""
+
+    @abstractmethod
+    def forward_blocks(
+        self, documents: Sequence[Blocks], embed_VD: torch.Tensor, num_slots: int | None = None
+    ) -> torch.Tensor:
+        """Returns states (A, K, D) at drafted slots of all blocks, ready for the head. Differentiable.
+
+        Args:
+            documents: blocks by document; blocks see their own document's context strictly before their anchor.
+            embed_VD: the target's embedding.
+            num_slots: slots per block, at most `block_size`; shorter blocks are the same function only where
+                `is_causal`.
+        """
+
+    @abstractmethod
+    def head(self, head_VD: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the rows (V', D) that score `token_ids` (V',): of the target's frozen head, or of the drafter's own.
+
+        Args:
+            head_VD: the target's head.
+            token_ids: ascending.
         """

@@ -1,4 +1,4 @@
-"""`DrafterConfig`: the frozen, validated shape of a drafter."""
+"""`DrafterConfig` and `Eagle3Config`: the frozen, validated shapes of drafters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from paceline.core.block import LayerRule
 from paceline.core.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+VARIANTS = ("dflash", "dflash2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,9 @@ class DrafterConfig:
         sliding_window: window of sliding layers in tokens.
         is_causal: overrides the per-layer rule of in-block causality (causal exactly where sliding).
         rope_theta, rms_norm_eps, max_positions: as usual.
-        variant: "dflash".
+        variant: "dflash" or "dflash2", which has what follows.
+        conv_kernel_size, conv_group_size: taps of the convolutions; channels that share a dynamic coefficient.
+        selector_rank, selector_top_k: width of the candidate selector's codebooks; candidates of a slot.
     """
 
     block_size: int
@@ -47,6 +50,10 @@ class DrafterConfig:
     rms_norm_eps: float = 1e-6
     max_positions: int = 8192
     variant: str = "dflash"
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
 
     def __post_init__(self) -> None:
         if not self.layer_types:
@@ -68,7 +75,7 @@ class DrafterConfig:
         ]
         taps, depth = self.target_layer_ids, self.num_target_layers
         checks = [
-            (self.variant == "dflash", f"variant: expected 'dflash', got {self.variant!r}"),
+            (self.variant in VARIANTS, f"variant: expected one of {VARIANTS}, got {self.variant!r}"),
             (
                 self.block_size >= 2,
                 f"block_size: expected at least 2 (anchor and one draft), got {self.block_size}",
@@ -113,6 +120,42 @@ class DrafterConfig:
             )
             for kind in self.layer_types
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """Sizes of an EAGLE-3 drafter: one layer, an own head over a reduced vocabulary.
+
+    Args:
+        block_size: most draft steps plus one, as trained; the anchor is counted so that blocks compare with DFlash's.
+        hidden_size, vocab_size, num_target_layers: the target's.
+        num_heads, num_kv_heads, head_dim, intermediate_size, rope_theta, rms_norm_eps, max_positions: of the layer.
+        target_layer_ids: tapped decoder layers of the target, 0-based outputs.
+        draft_vocab_size: rows of the own head.
+    """
+
+    block_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    max_positions: int = 8192
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft steps, K = S - 1."""
+        return self.block_size - 1
+
+
+NeuralConfig = DrafterConfig | Eagle3Config
+"""The shape of a drafter with weights."""
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:

@@ -16,9 +16,8 @@ E head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -28,49 +27,18 @@ from paceline.core.block import LayerRule, attends, slot_positions
 from paceline.core.errors import IncompatiblePairError
 from paceline.core.product import Product, linear
 from paceline.core.sampling import Law
+from paceline.core.tree import grow
 from paceline.core.types import Proposal
+from paceline.drafter.base import Blocks, Heads, NeuralDrafter
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.context import ContextKV
 from paceline.drafter.layers import Layer, Projection, RMSNorm, Rope
 
 
-class Heads(Protocol):
-    """The target's embedding and head, borrowed."""
-
-    @property
-    def embed(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Token ids (…) → embeddings (…, D)."""
-
-    @property
-    def lm_head(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Normed hidden states (…, D) → logits (…, V)."""
-
-    @property
-    def embed_weight(self) -> torch.Tensor:
-        """The embedding's matrix (V, D)."""
-
-    @property
-    def head_weight(self) -> torch.Tensor:
-        """The head's matrix (V, D)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Anchors of one document for `forward_blocks`.
-
-    Args:
-        hidden: (T, taps · D) tapped hidden states of the document from its first token.
-        anchors: (A,) positions of anchors, each at most T.
-        anchor_embeddings: (A, D) target embeddings of the tokens at the anchors.
-    """
-
-    hidden: torch.Tensor
-    anchors: torch.Tensor
-    anchor_embeddings: torch.Tensor
-
-
-class DFlash(nn.Module):
+class DFlash(NeuralDrafter):
     """A DFlash v1 drafter."""
+
+    config: DrafterConfig
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -84,16 +52,6 @@ class DFlash(nn.Module):
         self._token_ids: torch.Tensor | None = None
 
     # What an engine needs --------------------------------------------------------------------------------------------
-
-    @property
-    def block_size(self) -> int:
-        """Slots of a block, anchor included."""
-        return self.config.block_size
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """Tapped decoder layers of the target (0-based outputs)."""
-        return self.config.target_layer_ids
 
     @property
     def is_causal(self) -> bool:
@@ -169,6 +127,25 @@ class DFlash(nn.Module):
         guesses_NKV = self._guesses(anchors, contexts, width, laws)
         drafted_NK = self._named(guesses_NKV.argmax(dim=-1))[:, :num_draft_tokens]
         return [Proposal.chain(tokens) for tokens in drafted_NK.tolist()]
+
+    @torch.inference_mode()
+    def draft_trees(
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[ContextKV],
+        num_nodes: int,
+        laws: Sequence[Law] | None = None,
+    ) -> list[Proposal]:
+        """Returns the tree of the `num_nodes` likeliest paths under the slots' (independent) distributions."""
+        depth = self.config.num_draft_tokens
+        if self.is_causal:
+            depth = min(depth, num_nodes)  # no tree is deeper than it has nodes
+        log_probs, tokens = self.candidates(anchors, contexts, depth, min(16, num_nodes), laws)
+        packed = torch.stack([log_probs.double(), tokens.double()]).tolist()  # one copy to the host for both
+        return [
+            grow(costs, [[int(t) for t in slot] for slot in ids], num_nodes)
+            for costs, ids in zip(*packed, strict=True)
+        ]
 
     @torch.inference_mode()
     def candidates(
@@ -272,27 +249,26 @@ class DFlash(nn.Module):
 
     # What a trainer needs --------------------------------------------------------------------------------------------
 
+    def head(self, head_VD: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the target's own rows for `token_ids`; they stay as they are."""
+        return head_VD[token_ids]
+
     def forward_blocks(
-        self, documents: Sequence[Blocks], mask_embedding: torch.Tensor, num_slots: int | None = None
+        self, documents: Sequence[Blocks], embed_VD: torch.Tensor, num_slots: int | None = None
     ) -> torch.Tensor:
         """Returns normed hidden states (A, K, D) at the drafted slots of all documents' blocks, in order.
 
         The same function as `inject` of everything before an anchor, then `draft` behind it.
-
-        Args:
-            documents: blocks by document; blocks see their own document's context strictly before their anchor.
-            mask_embedding: (D,) target embedding of the mask token.
-            num_slots: slots per block, at most `block_size`; shorter blocks are the same function only where every
-                layer is causal.
         """
         slots = num_slots or self.config.block_size
         lengths = [d.hidden.shape[0] for d in documents]
-        context_positions = torch.cat([torch.arange(n, device=mask_embedding.device) for n in lengths])
+        context_positions = torch.cat([torch.arange(n, device=embed_VD.device) for n in lengths])
         keys, values = self._context_kv(torch.cat([d.hidden for d in documents]), context_positions)
         anchors = torch.cat([d.anchors for d in documents])
         positions_AS = slot_positions(anchors, slots)
-        x = mask_embedding.expand(len(anchors), slots, -1).clone()
-        x[:, 0] = torch.cat([d.anchor_embeddings for d in documents])
+        ids = torch.full((len(anchors), slots), self.config.mask_token_id, device=embed_VD.device)
+        ids[:, 0] = torch.cat([d.block_ids[:, 0] for d in documents])
+        x = embed_VD[ids]
         x = x.view(len(anchors) * slots, -1)
         rope = self._rope(positions_AS.flatten(), x.dtype)
         counts = [len(d.anchors) for d in documents]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.drafter.dflash import Blocks
+from paceline.drafter.base import Blocks
 from paceline.train.features import Document
 
 IGNORED = -1
@@ -62,7 +62,7 @@ class TrainBatch:
     """Blocks of one step.
 
     Args:
-        documents: input of `DFlash.forward_blocks`.
+        documents: input of `NeuralDrafter.forward_blocks`.
         labels: (A, K) draft-vocabulary index of the token at each drafted slot, `IGNORED` beyond the document's end
             or outside the vocabulary.
     """
@@ -89,7 +89,7 @@ class BlockSampler:
 
     Args:
         documents: where from; those without a supervised pair of tokens are left out.
-        embed_weight: (V, D) target embedding.
+        like: a tensor of the dtype and on the device that batches shall have.
         vocabulary: see `DraftVocabulary`.
         blocks_per_step: blocks of a batch.
         anchors_per_document: most anchors of one document in a batch.
@@ -99,7 +99,7 @@ class BlockSampler:
     def __init__(
         self,
         documents: Sequence[Document],
-        embed_weight: torch.Tensor,
+        like: torch.Tensor,
         vocabulary: DraftVocabulary,
         *,
         blocks_per_step: int,
@@ -111,7 +111,7 @@ class BlockSampler:
             raise ConfigError(
                 "training data: expected documents with responses of at least two tokens, got none"
             )
-        self._embed_weight, self._vocabulary = embed_weight, vocabulary
+        self._device, self._dtype, self._vocabulary = like.device, like.dtype, vocabulary
         self._blocks_per_step, self._per_document, self._seed = blocks_per_step, anchors_per_document, seed
         self._order: tuple[int, list[int]] = (-1, [])
 
@@ -135,21 +135,19 @@ class BlockSampler:
         blocks, labels = [], []
         for document, anchors in chosen:
             last = int(anchors.max())
+            positions = anchors[:, None] + torch.arange(num_drafts + 1)
+            inside = positions < len(document.token_ids)
+            ids = document.token_ids[positions.clamp(max=len(document.token_ids) - 1)]
             blocks.append(
                 Blocks(
-                    hidden=document.hidden[:last].to(self._embed_weight.device, self._embed_weight.dtype),
-                    anchors=anchors.to(self._embed_weight.device),
-                    anchor_embeddings=self._embed_weight[document.token_ids[anchors]],
+                    hidden=document.hidden[:last].to(self._device, self._dtype),
+                    token_ids=document.token_ids[:last].to(self._device),
+                    anchors=anchors.to(self._device),
+                    block_ids=ids.to(self._device),
                 )
             )
-            labels.append(self._labels(document, anchors, num_drafts))
-        return TrainBatch(blocks, torch.cat(labels).to(self._embed_weight.device))
-
-    def _labels(self, document: Document, anchors: torch.Tensor, num_drafts: int) -> torch.Tensor:
-        positions = anchors[:, None] + 1 + torch.arange(num_drafts)
-        inside = positions < len(document.token_ids)
-        tokens = document.token_ids[positions.clamp(max=len(document.token_ids) - 1)]
-        return torch.where(inside, self._vocabulary.index[tokens], IGNORED)
+            labels.append(torch.where(inside, self._vocabulary.index[ids], IGNORED)[:, 1:])
+        return TrainBatch(blocks, torch.cat(labels).to(self._device))
 
     def _shuffled(self, epoch: int) -> list[int]:
         if self._order[0] != epoch:

@@ -49,14 +49,21 @@ class BlockLoss:
     """What a batch of blocks came to.
 
     Args:
-        loss: Σ(w · ce) / Σw, differentiable with respect to the hidden states.
+        total: Σ(w · ce), differentiable with respect to the hidden states.
+        weight: Σw, without gradient; totals and weights add up over parts of a batch.
         correct: (A, K) whether the likeliest token is the label; False where not supervised.
         supervised: (A, K) bool.
     """
 
-    loss: torch.Tensor
+    total: torch.Tensor
+    weight: torch.Tensor
     correct: torch.Tensor
     supervised: torch.Tensor
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Σ(w · ce) / Σw."""
+        return self.total / self.weight.clamp(min=1e-12)
 
 
 def block_loss(
@@ -76,8 +83,8 @@ def block_loss(
         weigh: position weights; they carry no gradient.
         chunk_blocks: blocks whose logits exist at once.
     """
-    loss, correct = _HeadCrossEntropy.apply(hidden_AKD, head_VD, labels_AK, weigh, chunk_blocks)  # type: ignore
-    return BlockLoss(loss, correct, labels_AK != IGNORED)
+    total, weight, correct = _HeadCrossEntropy.apply(hidden_AKD, head_VD, labels_AK, weigh, chunk_blocks)  # type: ignore
+    return BlockLoss(total, weight, correct, labels_AK != IGNORED)
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -86,7 +93,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, weigh: Weigh, chunk: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         weight_sum = torch.zeros_like(total)
         gradient, correct = torch.empty_like(hidden), torch.zeros_like(labels, dtype=torch.bool)
@@ -104,12 +111,11 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 rows = weights.flatten()[:, None]
                 slope = logits.softmax(dim=-1).mul_(rows).scatter_add_(1, gold, -rows)
                 gradient[part] = (slope.to(head.dtype) @ head).view_as(hidden[part])
-        weight_sum = weight_sum.clamp(min=1e-12)
-        ctx.save_for_backward(gradient, weight_sum)
-        ctx.mark_non_differentiable(correct)
-        return total / weight_sum, correct
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(weight_sum, correct)
+        return total, weight_sum, correct
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        gradient, weight_sum = ctx.saved_tensors
-        return gradient * (grads[0] / weight_sum).to(gradient.dtype), None, None, None, None
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0].to(gradient.dtype), None, None, None, None

@@ -17,8 +17,8 @@ import torch
 
 from paceline.core.acceptance import accepted_prefix
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
-from paceline.drafter.config import DrafterConfig
-from paceline.drafter.dflash import DFlash
+from paceline.drafter.base import NeuralDrafter
+from paceline.drafter.config import DrafterConfig, NeuralConfig
 from paceline.train.batch import BlockSampler, Cursor, DraftVocabulary, TrainBatch, draw_anchors, generator
 from paceline.train.config import OptimConfig
 from paceline.train.features import Document
@@ -81,7 +81,7 @@ class Trainer:
 
     def __init__(
         self,
-        drafter: DFlash,
+        drafter: NeuralDrafter,
         embed_weight: torch.Tensor,
         head_weight: torch.Tensor,
         documents: Sequence[Document],
@@ -95,10 +95,10 @@ class Trainer:
         vocab_size = drafter.config.vocab_size
         vocabulary = DraftVocabulary.covering(documents[kept_out:], vocab_size, settings.draft_vocab_size)
         self.token_ids = vocabulary.token_ids if settings.draft_vocab_size is not None else None
-        self._head = head_weight[vocabulary.token_ids]
-        self._mask_embedding = embed_weight[drafter.config.mask_token_id]
-        self._sampler = self._new_sampler(documents[kept_out:], embed_weight, vocabulary)
-        held_out = self._new_sampler(documents[:kept_out], embed_weight, vocabulary)
+        self._head_weight, self._embed_weight = head_weight, embed_weight
+        self._vocabulary = vocabulary
+        self._sampler = self._new_sampler(documents[kept_out:])
+        held_out = self._new_sampler(documents[:kept_out])
         self._held_out = _held_out_batches(held_out, settings, drafter.config.num_draft_tokens)
         self._weigh: Weigh = (
             dpace_weights(settings.dpace_alpha)
@@ -116,13 +116,11 @@ class Trainer:
         self.cursor, self.curve = Cursor(), list[CurveRow]()
         self._losses: list[float] = []
 
-    def _new_sampler(
-        self, documents: Sequence[Document], embed_weight: torch.Tensor, vocabulary: DraftVocabulary
-    ) -> BlockSampler:
+    def _new_sampler(self, documents: Sequence[Document]) -> BlockSampler:
         return BlockSampler(
             documents,
-            embed_weight,
-            vocabulary,
+            self._embed_weight,
+            self._vocabulary,
             blocks_per_step=self.settings.blocks_per_step,
             anchors_per_document=self.settings.anchors_per_document,
             seed=self.settings.seed,
@@ -186,10 +184,9 @@ class Trainer:
         return float(outcome.loss.detach()), batch.num_blocks
 
     def _forward(self, batch: TrainBatch) -> BlockLoss:
-        hidden = self.drafter.forward_blocks(batch.documents, self._mask_embedding, batch.labels.shape[1] + 1)
-        return block_loss(
-            hidden, self._head, batch.labels, self._weigh, chunk_blocks=self.settings.chunk_blocks
-        )
+        hidden = self.drafter.forward_blocks(batch.documents, self._embed_weight, batch.labels.shape[1] + 1)
+        head = self.drafter.head(self._head_weight, self._vocabulary.token_ids)
+        return block_loss(hidden, head, batch.labels, self._weigh, chunk_blocks=self.settings.chunk_blocks)
 
     def _lr(self) -> float:
         s = self.settings
@@ -292,7 +289,7 @@ def _write_state(state: dict[str, Any], path: Path) -> None:
         raise OSError(f"{path}: could not be written ({error})") from error
 
 
-def check_fit(settings: OptimConfig, config: DrafterConfig, num_documents: int) -> None:
+def check_fit(settings: OptimConfig, config: NeuralConfig, num_documents: int) -> None:
     """Raises `ConfigError` where settings fit neither the drafter nor the number of documents."""
     if num_documents <= settings.held_out_documents:
         raise ConfigError(
@@ -302,7 +299,8 @@ def check_fit(settings: OptimConfig, config: DrafterConfig, num_documents: int) 
     slots, size = settings.slots, config.block_size
     if any(not 2 <= s <= size for s in slots):
         raise ConfigError(f"train.slots: expected 2…{size} (the block size), got {list(slots)}")
-    if any(s < size for s in slots) and not all(rule.causal for rule in config.layer_rules):
+    is_causal = not isinstance(config, DrafterConfig) or all(rule.causal for rule in config.layer_rules)
+    if any(s < size for s in slots) and not is_causal:
         raise ConfigError(
             f"train.slots: expected [{size}] (the block size), got {list(slots)}; shorter blocks are the same "
             "function only where every layer is causal; hint: drafter.layer_types = ['sliding_attention']"
