@@ -33,8 +33,7 @@ from paceline.bench.texts import Pair, sampled_requests
 from paceline.core.acceptance import acceptance_length
 from paceline.core.params import Grammar, SamplingParams
 from paceline.core.types import Completion, Request
-from paceline.drafter.base import Drafter
-from paceline.drafter.dflash import DFlash
+from paceline.drafter.base import Drafter, NeuralDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import machine, probe_rows
 from paceline.engine.tree import TreeDrafter
@@ -161,7 +160,7 @@ def _said(completion: Completion) -> tuple[object, ...]:
 # The real pair -------------------------------------------------------------------------------------------------------
 
 
-def widened(llm: LLM, block_size: int) -> DFlash:
+def widened(llm: LLM, block_size: int) -> NeuralDrafter:
     """Returns the shipped drafter with more slots than it was trained on."""
     assert llm.checkpoint is not None
     config = replace(llm.checkpoint.config, block_size=block_size)
@@ -197,7 +196,7 @@ def real_arms(llm: LLM) -> list[Arm]:
 class Limited:
     """A drafter with fewer slots than it has."""
 
-    def __init__(self, drafter: DFlash, block_size: int) -> None:
+    def __init__(self, drafter: NeuralDrafter, block_size: int) -> None:
         self._drafter, self.block_size = drafter, block_size
         self.target_layer_ids = drafter.target_layer_ids
         self.open, self.inject, self.draft = drafter.open, drafter.inject, drafter.draft

@@ -58,8 +58,8 @@ def inverse_cdf(logits_RV: torch.Tensor, draws_R: torch.Tensor, temperature: flo
 
 def costs(llm: LLM, prompt: Sequence[int], temperature: float, repeats: int) -> list[dict[str, Any]]:
     """Returns the share of a 16-row step that each kind of request adds, medians of interleaved repeats."""
-    assert llm.drafter is not None
-    target, drafter = llm.target, TreeDrafter(llm.drafter, ROWS - 1)
+    assert llm.neural is not None
+    target, drafter = llm.target, TreeDrafter(llm.neural, ROWS - 1)
     target.tap(drafter.target_layer_ids)
     session, context = target.open(len(prompt) + 4 * ROWS), drafter.open(len(prompt) + 4 * ROWS)
     try:

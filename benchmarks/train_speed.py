@@ -36,7 +36,7 @@ def documents(count: int, num_prompt_tokens: int = 100, num_new_tokens: int = 13
     for _ in range(count):
         ids = torch.randint(0, HEAD, (num_prompt_tokens + num_new_tokens,), generator=rng)
         hidden = torch.randn(len(ids), HIDDEN * len(TAPS), generator=rng).bfloat16()
-        made.append(Document(ids, num_prompt_tokens, hidden))
+        made.append(Document(ids, torch.arange(len(ids)) >= num_prompt_tokens, hidden))
     return made
 
 

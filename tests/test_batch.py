@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
 from paceline.train.batch import (
-    IGNORED,
     BlockSampler,
     Cursor,
     DraftVocabulary,
@@ -21,7 +21,8 @@ from paceline.train.batch import (
     generator,
     num_anchors,
 )
-from paceline.train.features import Document
+from paceline.train.features import ABSENT, Document, blank_top
+from paceline.train.losses import IGNORED
 
 VOCAB, WIDTH = 30, 4
 EMBEDDING = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -34,7 +35,20 @@ def make_document(number: int, num_prompt: int, num_response: int) -> Document:
     hidden = torch.zeros(length, WIDTH)
     hidden[:, 0], hidden[:, 1] = number, torch.arange(length)
     hidden[-1] = math.nan  # the row that nobody computed and nobody may see
-    return Document(ids, num_prompt, hidden)
+    return Document(ids, torch.arange(length) >= num_prompt, hidden)
+
+
+def make_conversation(number: int, turns: Sequence[tuple[int, int]], num_top: int = 0) -> Document:
+    """A document of several (prompt, answer) turns; a token's likeliest are itself and those behind it."""
+    document = make_document(number, 0, sum(map(sum, turns)))
+    mask = torch.cat([torch.arange(p + a) >= p for p, a in turns])
+    if not num_top:
+        return replace(document, supervised=mask)
+    top_ids, top_log_probs = blank_top(len(mask), num_top)
+    top_ids[mask] = ((document.token_ids[mask, None] + torch.arange(num_top)) % VOCAB).int()
+    top_log_probs[mask] = -torch.arange(num_top).half()
+    top_ids[mask, -1] = ABSENT  # fewer had any probability
+    return replace(document, supervised=mask, top_ids=top_ids, top_log_probs=top_log_probs)
 
 
 shapes = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=7)
@@ -73,7 +87,7 @@ def test_blocks_are_what_decoding_would_meet(
         anchors, ids = blocks.anchors.tolist(), document.token_ids.tolist()
         assert 1 <= len(anchors) <= kwargs["anchors_per_document"]
         assert anchors == sorted(set(anchors))
-        assert document.num_prompt_tokens <= anchors[0] and anchors[-1] <= len(ids) - 2
+        assert document.supervised[anchors[0]] and anchors[-1] <= len(ids) - 2
         assert len(blocks.hidden) == anchors[-1], "nothing at or behind the last anchor is handed out"
         assert torch.equal(blocks.hidden, document.hidden[: anchors[-1]])
         assert blocks.hidden.isfinite().all()
@@ -171,7 +185,7 @@ def test_generators_are_keyed() -> None:
 
 def test_a_draft_vocabulary_keeps_the_commonest_response_tokens() -> None:
     prompt, response = [9, 9, 9, 9], [5, 5, 5, 2, 2, 7, 1]
-    document = Document(torch.tensor(prompt + response), 4, torch.zeros(11, WIDTH))
+    document = Document(torch.tensor(prompt + response), torch.arange(11) >= 4, torch.zeros(11, WIDTH))
     vocabulary = DraftVocabulary.covering([document], VOCAB, 3)
     assert vocabulary.token_ids.tolist() == [1, 2, 5], (
         "prompt tokens do not count; of equals the lower id is kept"
@@ -189,3 +203,51 @@ def test_a_draft_vocabulary_keeps_the_commonest_response_tokens() -> None:
     assert labels == [
         [2, 2, 1, 1, IGNORED, 0, IGNORED, IGNORED]
     ]  # 7 is not kept; two slots hang over the end
+
+
+conversations = st.lists(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=4), min_size=1, max_size=5
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(conversations, st.integers(1, 7), st.integers(0, 10**6), st.booleans())
+def test_no_block_leaves_the_answer_that_its_anchor_is_in(
+    shapes: list[list[tuple[int, int]]], num_drafts: int, seed: int, kept_whole: bool
+) -> None:
+    documents = [make_conversation(i, [*turns, (1, 3)], 3) for i, turns in enumerate(shapes)]
+    max_tokens = None if kept_whole else 12
+    drawing = sampler(documents, max_tokens, blocks_per_step=9, anchors_per_document=4, seed=seed)
+    index = DraftVocabulary.covering(documents, VOCAB, max_tokens).index
+    batch, _ = drawing.next(Cursor(), 0, num_drafts)
+    assert batch.soft is not None
+    rows = iter(zip(batch.labels, batch.soft.ids, batch.soft.log_probs, strict=True))
+    for blocks in batch.documents:
+        document = documents[int(blocks.hidden[0, 0])]
+        for anchor in blocks.anchors.tolist():
+            labels, soft_ids, log_probs = next(rows)
+            assert document.supervised[anchor] and document.supervised[anchor + 1], "a pair of one answer"
+            answered = True
+            for k in range(num_drafts):
+                position = anchor + 1 + k
+                answered &= position < len(document.token_ids) and bool(document.supervised[position])
+                if not answered:
+                    assert labels[k] == IGNORED
+                    assert (soft_ids[k] == IGNORED).all()
+                    continue
+                token = int(document.token_ids[position])
+                assert labels[k] == index[token]
+                assert soft_ids[k].tolist() == [index[token], index[(token + 1) % VOCAB], IGNORED]
+                assert log_probs[k].tolist()[:2] == [0, -1]
+    assert next(rows, None) is None
+
+
+def test_documents_of_several_kinds_are_refused() -> None:
+    documents = [make_conversation(0, [(2, 4)]), make_conversation(1, [(2, 4)], 3)]
+    with pytest.raises(ConfigError, match=r"equally many likeliest tokens, got \[0, 3\]"):
+        sampler(documents, blocks_per_step=1, anchors_per_document=1, seed=0)
+
+
+def test_without_what_the_target_said_labels_are_hard() -> None:
+    drawing = sampler([make_conversation(0, [(2, 4)])], blocks_per_step=1, anchors_per_document=1, seed=0)
+    assert drawing.next(Cursor(), 0, 3)[0].soft is None

@@ -42,8 +42,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sliding 1": {"layer_types": (SLIDING,), "sliding_window": 1},
     "sliding 1, not causal": {"layer_types": (SLIDING,), "sliding_window": 1, "is_causal": False},
     "sliding 2048": {"layer_types": (SLIDING, SLIDING), "sliding_window": 2048},
+    "dflash 2": {"variant": "dflash2"},
+    "dflash 2, sliding 3": {
+        "variant": "dflash2",
+        "layer_types": (SLIDING, SLIDING),
+        "sliding_window": 3,
+    },
 }
-CAUSAL = ["full, causal", "sliding 3", "sliding 1", "sliding 2048"]
+CAUSAL = ["full, causal", "sliding 3", "sliding 1", "sliding 2048", "dflash 2, sliding 3"]
 
 
 @pytest.fixture(scope="module")
@@ -253,13 +259,14 @@ def test_layers_and_taps_are_independent(num_taps: int, target: NativeTarget) ->
         assert len(drafter.draft([1], [context], 3)[0].tokens) == 3
 
 
-def test_the_state_dict_is_the_checkpoint(target: NativeTarget) -> None:
+@pytest.mark.parametrize(("variant", "num_tensors"), [("dflash", 11 * 2 + 3), ("dflash2", 15 * 2 + 6)])
+def test_the_state_dict_is_the_checkpoint(variant: str, num_tensors: int, target: NativeTarget) -> None:
     """The borrowed embedding and head appear nowhere, not even after use."""
-    drafter = tiny_drafter(target, BLOCK)
+    drafter = tiny_drafter(target, BLOCK, variant=variant)
     drafter.draft([1], [drafter.open(4)], 3)
     expected = zlab.manifest(drafter.config)
     assert {name: tuple(t.shape) for name, t in drafter.state_dict().items()} == expected
-    assert len(expected) == 11 * 2 + 3
+    assert len(expected) == num_tensors
     assert {name for name, _ in drafter.named_parameters()} == set(expected)
     assert not any("embed" in name or "lm_head" in name for name in expected)
 
@@ -325,6 +332,15 @@ def test_layer_rules(target: NativeTarget) -> None:
         ({"head_dim": 7}, "head_dim: expected an even number"),
         ({"hidden_size": 0}, "hidden_size: expected at least 1"),
         ({"variant": "eagle3"}, "variant: expected one of .'dflash', 'dflash2'., got 'eagle3'"),
+        ({"variant": "dflash2", "conv_kernel_size": 0}, "conv_kernel_size: expected at least 1, got 0"),
+        (
+            {"variant": "dflash2", "conv_group_size": 0},
+            "conv_group_size: expected a divisor of hidden_size 32",
+        ),
+        ({"variant": "dflash2", "conv_group_size": 12}, "conv_group_size: .* hidden_size 32, got 12"),
+        ({"variant": "dflash2", "selector_rank": 0}, "selector_rank: expected at least 1, got 0"),
+        ({"variant": "dflash2", "selector_top_k": 0}, "selector_top_k: expected 1…61, got 0"),
+        ({"variant": "dflash2", "selector_top_k": 62}, "selector_top_k: expected 1…61, got 62"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(

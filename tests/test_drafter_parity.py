@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dflash.model import (
+    DFlash2DraftModel,
     DFlashDraftModel,
     _crop_to,
     _make_cache,
@@ -22,6 +23,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.drafter.config import FULL, SLIDING, default_target_layer_ids, to_hidden_states_index
 from paceline.drafter.dflash import DFlash
+from paceline.drafter.dflash2 import DFlash2
 from paceline.engine.engine import Engine
 from paceline.target.native import NativeTarget
 from paceline.testing import plain_texts, run_checked, tiny_drafter, tiny_shape, tiny_target, tiny_tensors
@@ -44,15 +46,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "sliding 2048": {"layer_types": (SLIDING, SLIDING), "sliding_window": 2048},
     "one layer, three taps": {"layer_types": (FULL,), "target_layer_ids": (0, 2, 4)},
+    "dflash 2": {"variant": "dflash2"},
+    "dflash 2, sliding 5": {
+        "variant": "dflash2",
+        "layer_types": (SLIDING, SLIDING),
+        "sliding_window": 5,
+    },
+    "dflash 2, sliding 3, not causal": {
+        "variant": "dflash2",
+        "layer_types": (SLIDING, SLIDING),
+        "sliding_window": 3,
+        "is_causal": False,
+    },
 }
 
 
 def reference(drafter: DFlash, folder: Path) -> DFlashDraftModel:
     """Returns z-lab's model with the drafter's weights, handed over on disk; every tensor must find its place."""
     DrafterCheckpoint.of(drafter, drafter.fc.weight.dtype, {}).save(folder)
-    model, info = DFlashDraftModel.from_pretrained(
-        folder, dtype=drafter.fc.weight.dtype, output_loading_info=True
-    )
+    kind = DFlash2DraftModel if isinstance(drafter, DFlash2) else DFlashDraftModel
+    model, info = kind.from_pretrained(folder, dtype=drafter.fc.weight.dtype, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert (model.block_size, model.mask_token_id) == (drafter.block_size, drafter.config.mask_token_id)
     assert tuple(model.target_layer_ids) == drafter.target_layer_ids
@@ -60,13 +73,13 @@ def reference(drafter: DFlash, folder: Path) -> DFlashDraftModel:
 
 
 @torch.inference_mode()
-def reference_logits(
+def reference_states(
     model: DFlashDraftModel, cache: Any, target: NativeTarget, rows: torch.Tensor, start: int, anchor: int
 ) -> torch.Tensor:
-    """Returns logits (K, V) of z-lab's block behind `start` committed tokens, `rows` of them new, as its loop does."""
+    """Returns states (K, D) of z-lab's block behind `start` committed tokens, `rows` of them new, as its loop does."""
     ids = torch.tensor([[anchor] + [model.mask_token_id] * (BLOCK - 1)])
     positions = torch.arange(start - len(rows), start + BLOCK)[None]
-    hidden = model(
+    states: torch.Tensor = model(
         target_hidden=rows[None],
         noise_embedding=target.heads.embed(ids),
         position_ids=positions,
@@ -74,8 +87,18 @@ def reference_logits(
         use_cache=True,
     )
     _crop_to(cache, start)
-    logits: torch.Tensor = target.heads.lm_head(hidden[0, 1:])
-    return logits
+    return states[0, 1:]
+
+
+@torch.inference_mode()
+def reference_path(
+    model: DFlashDraftModel, states: torch.Tensor, logits: torch.Tensor, anchor: int
+) -> list[int]:
+    """Returns the tokens that z-lab's package makes of a block."""
+    path = logits.argmax(dim=-1)
+    if isinstance(model, DFlash2DraftModel):
+        path = model.candidate_selector.select(states[None], logits[None], torch.tensor([anchor]), 0.0)[0][0]
+    return list(map(int, path))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
@@ -91,10 +114,12 @@ def test_drafts_are_zlabs_at_every_step(variant: str, dtype: torch.dtype, tmp_pa
         rows = torch.randn(num_rows, width, generator=rng, dtype=torch.float64).to(dtype)
         drafter.inject([context], [rows])
         anchor = 7 * step % target.spec.vocab_size
+        states = reference_states(model, cache, target, rows, context.length, anchor)
+        expected = target.heads.lm_head(states)
         got = drafter.draft_logits([anchor], [context], BLOCK - 1)[0]
-        expected = reference_logits(model, cache, target, rows, context.length, anchor)
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
-        assert got.argmax(dim=-1).tolist() == expected.argmax(dim=-1).tolist()
+        (proposal,) = drafter.draft([anchor], [context], BLOCK - 1)
+        assert list(proposal.tokens) == reference_path(model, states, expected, anchor)
 
 
 VOCAB, NUM_NEW = 7, 40  # so few tokens that a random drafter is often right
@@ -123,11 +148,20 @@ def transformers_model(target_seed: int) -> LlamaForCausalLM:
 
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # z-lab passes it
-@pytest.mark.parametrize("variant", ["full", "sliding 5", "sliding 4, then full"])
-def test_whole_texts_take_the_same_rounds(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "seeds"),
+    [
+        ("full", (0, 1, 2)),
+        ("sliding 5", (0, 1, 2)),
+        ("sliding 4, then full", (0, 1, 2)),
+        ("dflash 2", (3, 6, 7)),
+        ("dflash 2, sliding 5", (6, 7)),
+    ],
+)
+def test_whole_texts_take_the_same_rounds(variant: str, seeds: tuple[int, ...], tmp_path: Path) -> None:
     """z-lab's generation loop on transformers' model, our engine on the native target."""
     num_accepted = 0
-    for seed in range(3):
+    for seed in seeds:
         target = tiny_target(seed, vocab_size=VOCAB, num_layers=5)
         drafter = tiny_drafter(target, BLOCK, seed=seed, **VARIANTS[variant])
         prompt = [3, 1, 5, 4, 6, 0, 2, 3]

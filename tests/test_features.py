@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from paceline.target.base import VerifyRows
 from paceline.target.native import NativeTarget
 from paceline.testing import plain_texts, tiny_target
 from paceline.train.data import Prompt
-from paceline.train.features import Document, FeatureRecorder, read_shard, write_shard
+from paceline.train.features import ABSENT, Document, FeatureRecorder, read_shard, write_shard
 from paceline.train.regenerate import RegenerateSettings, regenerate
 
 # Feature shards ------------------------------------------------------------------------------------------------------
@@ -32,26 +33,86 @@ def some_documents() -> list[Document]:
     documents = []
     for num_prompt, length in ((3, 8), (1, 2), (5, 5)):
         hidden = torch.randn(length, 6, generator=rng).bfloat16()
-        documents.append(Document(torch.randint(0, 99, (length,), generator=rng), num_prompt, hidden))
+        ids = torch.randint(0, 99, (length,), generator=rng)
+        documents.append(Document(ids, torch.arange(length) >= num_prompt, hidden))
     return documents
+
+
+def with_tops(documents: Sequence[Document]) -> list[Document]:
+    rng = torch.Generator().manual_seed(3)
+    made = []
+    for document in documents:
+        ids = torch.randint(0, 99, (len(document.token_ids), 2), generator=rng, dtype=torch.int32)
+        made.append(
+            replace(document, top_ids=ids, top_log_probs=-torch.rand(ids.shape, generator=rng).half())
+        )
+    return made
 
 
 def assert_same_documents(got: Sequence[Document], expected: Sequence[Document]) -> None:
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one.token_ids, other.token_ids)
         assert one.token_ids.dtype is torch.int64
-        assert one.num_prompt_tokens == other.num_prompt_tokens
+        assert torch.equal(one.supervised, other.supervised)
         assert torch.equal(one.hidden, other.hidden)
         assert one.hidden.dtype is other.hidden.dtype
+        for name in ("top_ids", "top_log_probs"):
+            mine, theirs = getattr(one, name), getattr(other, name)
+            assert (mine is None) == (theirs is None)
+            assert theirs is None or (torch.equal(mine, theirs) and mine.dtype is theirs.dtype)
 
 
-def test_a_shard_is_its_documents(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tops", [False, True])
+def test_a_shard_is_its_documents(tmp_path: Path, tops: bool) -> None:
+    expected = with_tops(some_documents()) if tops else some_documents()
     path, metadata = tmp_path / "a.safetensors", {"prompts": "abc", "temperatures": [0.0, 0.7], "seed": 2**62}
-    write_shard(path, some_documents(), metadata)
+    write_shard(path, expected, metadata)
     documents, found = read_shard(path)
-    assert_same_documents(documents, some_documents())
+    assert_same_documents(documents, expected)
     assert found == metadata
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_shard_of_tokens_alone(tmp_path: Path) -> None:
+    expected = [replace(d, hidden=d.hidden[:, :0]) for d in some_documents()]
+    write_shard(tmp_path / "a.safetensors", expected, {})
+    assert_same_documents(read_shard(tmp_path / "a.safetensors")[0], expected)
+
+
+def test_hidden_states_stay_in_the_file(tmp_path: Path) -> None:
+    wide = [replace(d, hidden=torch.ones(len(d.token_ids), 10**6).bfloat16()) for d in some_documents()]
+    write_shard(tmp_path / "a.safetensors", wide, {})
+    before = anonymous_bytes()
+    documents = read_shard(tmp_path / "a.safetensors")[0]
+    assert sum(float(d.hidden[-1, -1]) for d in documents) == 3
+    assert anonymous_bytes() - before < 3_000_000, "30 MB of hidden states were copied into memory"
+
+
+def anonymous_bytes() -> int:
+    """Returns the memory of this process that is backed by no file."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("this system does not tell what memory is made of")
+    return next(
+        1024 * int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("RssAnon")
+    )
+
+
+@pytest.mark.parametrize(
+    "tensor", ["token_ids", "supervised", "num_tokens", "hidden", "top_ids", "top_log_probs"]
+)
+def test_a_flipped_byte_is_refused(tensor: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_shard(path, with_tops(some_documents()), {})
+    whole = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(whole[:8], "little")
+    where = json.loads(whole[8:header])[tensor]["data_offsets"]
+    whole[header + sum(where) // 2] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(
+        CheckpointError, match=r"a\.safetensors: (its tensors are not|not a whole).*hint: delete it"
+    ):
+        read_shard(path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
@@ -65,32 +126,18 @@ def test_a_truncated_shard_is_refused(share: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [[math.nan], [math.inf], [math.inf, -math.inf]])
-def test_a_shard_that_is_not_finite_is_refused(bad: list[float], tmp_path: Path) -> None:
+def test_hidden_states_that_are_not_finite_are_refused(bad: list[float], tmp_path: Path) -> None:
     documents = some_documents()
     documents[0].hidden[2, : len(bad)] = torch.tensor(bad)
-    write_shard(tmp_path / "a.safetensors", documents, {})
     with pytest.raises(CheckpointError, match="hidden states are not finite"):
-        read_shard(tmp_path / "a.safetensors")
+        write_shard(tmp_path / "a.safetensors", documents, {})
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_tokens": torch.tensor([8, 2, 4])},
-        {"num_tokens": torch.tensor([8, 2])},
-        {"num_prompt_tokens": torch.tensor([3, 1])},
-        {"hidden": torch.zeros(14, 6)},
-        {"token_ids": None},
-    ],
-    ids=str,
-)
-def test_a_shard_that_does_not_add_up_is_refused(
-    change: dict[str, torch.Tensor | None], tmp_path: Path
-) -> None:
+def test_a_file_without_a_digest_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     write_shard(path, some_documents(), {})
-    tensors = load_file(path) | change
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+    save_file(load_file(path), path)
     with pytest.raises(CheckpointError, match="not a whole feature shard"):
         read_shard(path)
 
@@ -157,8 +204,8 @@ def test_responses_are_the_targets_own(tmp_path: Path, target: NativeTarget) -> 
     ]
     for document, plain in zip(documents, plain_texts(target, requests), strict=True):
         assert document.token_ids.tolist() == [*plain.prompt_ids, *plain.token_ids]
-        assert document.num_prompt_tokens == len(plain.prompt_ids)
-    assert sum(told) == sum(len(d.token_ids) - d.num_prompt_tokens for d in documents)
+        assert document.supervised.tolist() == [False] * len(plain.prompt_ids) + [True] * len(plain.token_ids)
+    assert sum(told) == sum(d.num_supervised for d in documents)
 
 
 def test_hidden_states_are_those_of_the_text(tmp_path: Path, target: NativeTarget) -> None:
@@ -199,24 +246,55 @@ def test_batches_of_another_size_say_the_same(tmp_path: Path, target: NativeTarg
                 torch.testing.assert_close(got.hidden, document.hidden, rtol=2**-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("change", [{"seed": 6}, {"max_new_tokens": 8}, {"temperatures": (0.0,)}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"seed": 6}, {"max_new_tokens": 8}, {"temperatures": (0.0,)}, {"top_log_probs": 2}], ids=str
+)
 def test_shards_of_other_settings_are_refused(
     change: dict[str, Any], tmp_path: Path, target: NativeTarget
 ) -> None:
     run(tmp_path, target)
-    with pytest.raises(ConfigError, match="made from other prompts or settings; hint: use another folder"):
+    (key,) = change
+    expected = rf"made from other prompts or settings \({key}: expected .*, got .*\); hint: another `out`"
+    with pytest.raises(ConfigError, match=expected):
         run(tmp_path, target, replace(SETTINGS, **change))
 
 
-def test_shards_of_other_prompts_or_taps_are_refused(tmp_path: Path, target: NativeTarget) -> None:
+def test_shards_of_other_prompts_taps_or_targets_are_refused(tmp_path: Path, target: NativeTarget) -> None:
     run(tmp_path, target)
-    for prompts, taps in ((PROMPTS[1:], TAPS), (PROMPTS, (1,))):
-        with pytest.raises(ConfigError, match="made from other prompts or settings"):
-            list(regenerate(prompts, target, taps, tmp_path, SETTINGS))
+    other = tiny_target()
+    other.spec = replace(other.spec, name="another")
+    for prompts, asked, taps, message in (
+        (PROMPTS[1:], target, TAPS, "prompts: expected"),
+        (PROMPTS, target, (1,), r"target_layer_ids: expected \[1\], got \[0, 1\]"),
+        (PROMPTS, other, TAPS, "target: expected 'another', got 'tiny'"),
+        (PROMPTS, tiny_target(dtype=torch.float32), TAPS, "target_dtype: expected 'float32', got 'float64'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            list(regenerate(prompts, asked, taps, tmp_path, SETTINGS))
 
 
-def test_a_damaged_shard_stops_a_run(tmp_path: Path, target: NativeTarget) -> None:
-    path = run(tmp_path, target)[1]
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"not a whole feature shard.*hint: delete it and run again"):
-        run(tmp_path, target)
+def test_what_the_target_said_is_kept(tmp_path: Path, target: NativeTarget) -> None:
+    plain = [d for path in run(tmp_path / "plain", target) for d in read_shard(path)[0]]
+    paths = run(tmp_path / "top", target, replace(SETTINGS, top_log_probs=5))
+    documents = [d for path in paths for d in read_shard(path)[0]]
+    for document, other in zip(documents, plain, strict=True):
+        assert_same_documents([replace(document, top_ids=None, top_log_probs=None)], [other])
+        assert document.top_ids is not None
+        assert document.top_log_probs is not None
+        session = target.open(40)
+        (output,) = target.verify([VerifyRows(session, document.token_ids.tolist(), EMPTY_PROPOSAL)])
+        session.close()
+        best, ids = output.logits.log_softmax(-1).topk(5)
+        mine = document.supervised.nonzero().flatten()
+        assert torch.equal(document.top_ids[mine], ids[mine - 1].int())
+        torch.testing.assert_close(document.top_log_probs[mine], best[mine - 1].half())
+        assert (document.top_ids[~document.supervised] == ABSENT).all()
+        assert (document.top_log_probs[~document.supervised] == -math.inf).all()
+
+
+def test_without_taps_a_shard_holds_tokens_alone(tmp_path: Path, target: NativeTarget) -> None:
+    tapped = [d for path in run(tmp_path, target) for d in read_shard(path)[0]]
+    paths = list(regenerate(PROMPTS, target, (), tmp_path, SETTINGS))
+    assert [path.name for path in paths] == [f"answers-{i:05d}.safetensors" for i in range(3)]
+    for document, other in zip([d for path in paths for d in read_shard(path)[0]], tapped, strict=True):
+        assert_same_documents([document], [replace(other, hidden=other.hidden[:, :0])])

@@ -6,7 +6,6 @@ import mmap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,20 +13,18 @@ import torch
 
 from paceline.bench import local
 from paceline.bench.arms import ArmError, Job, Load, Outcome, Passed, text_digest
-from paceline.bench.local import EngineArm, local_arm
-from paceline.core.errors import ConfigError
+from paceline.bench.local import local_arm
 from paceline.core.params import SamplingParams
 from paceline.core.types import Completion, Request, TokenDelta
 from paceline.drafter.lookup import PromptLookup
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import peak_memory_bytes, reset_peak_memory
 from paceline.llm import LLM
-from paceline.target.folder import sha256_of
 from paceline.target.native import NativeTarget
 from tiny_llm import MAX_POSITIONS, tiny_llm
 from watching import all_slots_are_free
 
-KINDS = ("plain", "dflash", "lookup")
+KINDS = ("plain", "dflash", "lookup", "combined")
 TEXTS = ("Say it.", "aaaa bbbb aaaa bbbb aaaa", "one two", "?", "What is it, then?", "abcabcabc")
 
 
@@ -328,62 +325,7 @@ def test_a_step_that_fails_ends_the_arm_and_frees_its_memory(
     assert isinstance(llm.target, NativeTarget) and all_slots_are_free(llm.target)
 
 
-# What is known of an arm ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def arms(llm: LLM) -> dict[str, EngineArm]:
-    return {
-        "plain": local_arm("a", "plain", {}, llm),
-        "dflash": local_arm("b", "dflash", {"block_size": 4}, llm),
-        "tree": local_arm("c", "dflash", {"tree_nodes": 7}, llm),
-        "lookup": local_arm("d", "lookup", {"max_ngram": 2}, llm),
-    }
-
-
-def test_arms_over_a_pair_differ_in_speculation_only(llm: LLM, arms: dict[str, EngineArm]) -> None:
-    known = {name: arm.open() for name, arm in arms.items()}
-    assert known == {name: arm.open() for name, arm in arms.items()}
-    basis = known["plain"].basis
-    assert all(fingerprint.basis == basis for fingerprint in known.values())
-    assert basis["target_digest"] == sha256_of(llm.folder / "model.safetensors")
-    assert basis["tokenizer_digest"] == llm.codec.digest and basis["dtype"] == "float64"
-    assert all(isinstance(value, str) and value for value in basis.values())
-    digest = known["dflash"].speculation["drafter_digest"]
-    assert {name: dict(fingerprint.speculation) for name, fingerprint in known.items()} == {
-        "plain": {},
-        "dflash": {"kind": "dflash", "drafter_digest": digest, "block_size": "4", "tree_nodes": "0"},
-        "tree": {"kind": "dflash", "drafter_digest": digest, "block_size": "5", "tree_nodes": "7"},
-        "lookup": {"kind": "lookup", "block_size": "8", "max_ngram": "2", "min_ngram": "1"},
-    }
-
-
-def test_memory_is_that_of_the_parameters_and_caches(llm: LLM, arms: dict[str, EngineArm]) -> None:
-    assert isinstance(llm.target, NativeTarget) and llm.drafter is not None
-    keys, values = llm.target._cache[0]
-    context = llm.drafter.open(10)
-    expected = {
-        "target_weights": (llm.folder / "model.safetensors").stat().st_size,
-        "target_kv_per_token": 2 * (keys[0, 0].nbytes + values[0, 0].nbytes),
-        "drafter_weights": sum(parameter.nbytes for parameter in llm.drafter.parameters()),
-        "drafter_kv_per_token": context._kv.nbytes // 10,
-    }
-    memory = dict(arms["dflash"].open().memory)
-    assert 0 < expected["target_weights"] - memory["target_weights"] < 4096  # the file's header
-    assert memory == expected | {"target_weights": memory["target_weights"]}
-    assert (
-        dict(arms["lookup"].open().memory)
-        == dict(arms["plain"].open().memory)
-        == {name: size for name, size in memory.items() if name.startswith("target")}
-    )
-
-
-def test_other_weights_have_another_digest(llm: LLM, arms: dict[str, EngineArm], tmp_path: Path) -> None:
-    other = tiny_llm(tmp_path, block_size=4, seed=1)
-    one, two = arms["dflash"].open(), local_arm("b", "dflash", {"tree_nodes": 0}, other).open()
-    assert one.basis["target_digest"] != two.basis["target_digest"]
-    assert one.basis["tokenizer_digest"] == two.basis["tokenizer_digest"]
-    assert one.speculation["drafter_digest"] != two.speculation["drafter_digest"]
+# Memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_peak_memory_is_of_the_pass() -> None:
@@ -396,45 +338,3 @@ def test_peak_memory_is_of_the_pass() -> None:
     assert (peak_memory_bytes(cpu) or 0) > before + 100_000_000
     reset_peak_memory(cpu)
     assert (peak_memory_bytes(cpu) or 0) < before + 100_000_000
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("plain", {"block_size": 4}, "'x': plain has the options none; got 'block_size'"),
-        ("dflash", {"width": 4}, "dflash has the options block_size, tree_nodes; got 'width'"),
-        ("dflash", {"block_size": 6}, r"'x': block_size: expected 1…5"),
-        ("dflash", {"block_size": 4, "tree_nodes": 5}, "give one of the two"),
-        ("dflash", {"tree_nodes": True}, "tree_nodes: expected a whole number, got True"),
-        ("dflash", {"tree_nodes": 2.5}, "expected a whole number, got 2.5"),
-        ("dflash", {"tree_nodes": 2000}, "num_nodes: expected 1…1024, got 2000"),
-        ("lookup", {"block_size": 1}, "'x': block_size: expected at least 2"),
-        ("lookup", {"max_ngram": 0}, "got 1 and 0"),
-        ("lookup", {"block_size": "8"}, "expected a whole number, got '8'"),
-        ("eagle", {}, "'x': expected one of plain, dflash, lookup; got 'eagle'"),
-    ],
-)
-def test_what_makes_no_arm_is_refused(kind: str, options: dict[str, Any], message: str, llm: LLM) -> None:
-    with pytest.raises(ConfigError, match=message):
-        local_arm("x", kind, options, llm)
-
-
-def test_a_pair_without_a_drafter_has_no_dflash_arm(tmp_path: Path) -> None:
-    alone = tiny_llm(tmp_path, drafter=False)
-    with pytest.raises(ConfigError, match="'x': dflash: the pair has no drafter"):
-        local_arm("x", "dflash", {}, alone)
-    assert local_arm("y", "lookup", {}, alone).open().speculation["kind"] == "lookup"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"plain": True, "block_size": 2}, "plain: plain decoding takes no drafter"),
-        ({"plain": True, "drafter": PromptLookup()}, "plain: "),
-        ({"drafter": PromptLookup(), "tree_nodes": 3}, "tree_nodes: 3 is for the pair's own drafter"),
-        ({"drafter": PromptLookup(4), "block_size": 5}, "block_size: expected 1…4"),
-    ],
-)
-def test_an_engine_of_contradictions_is_refused(options: dict[str, Any], message: str, llm: LLM) -> None:
-    with pytest.raises(ConfigError, match=message):
-        llm.new_engine(**options)

@@ -13,6 +13,7 @@ from paceline.train.config import SourceConfig, TrainConfig
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 SMALLEST = "[drafter]\nmask_token_id = 3\n"
+EAGLE3 = "[drafter]\nalgorithm = 'eagle3'\n"
 
 
 def read(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
@@ -37,7 +38,42 @@ def test_the_smallest_recipe(tmp_path: Path) -> None:
         ),
         (SMALLEST + "[training]\nlr = 1e-3\n", r"recipe: unknown keys \['training'\]"),
         (SMALLEST + "[[data.sources]]\nfiles = 'a'\n", r"data.sources\[0\]: unknown keys \['files'\]"),
-        ("[drafter]\nblock_size = 8\n", r"drafter: missing \['mask_token_id'\]"),
+        (
+            "[drafter]\nblock_size = 8\n",
+            "drafter.mask_token_id: expected an unused token id with algorithm 'dflash', got none",
+        ),
+        (
+            "[drafter]\nalgorithm = 'medusa'\n",
+            r"drafter.algorithm: expected one of .*'eagle3'.*, got 'medusa'",
+        ),
+        (
+            SMALLEST + "selector_rank = 8\n",
+            "drafter.selector_rank: expected none with algorithm 'dflash', got 8",
+        ),
+        (
+            SMALLEST + "conv_group_size = 8\n",
+            "drafter.conv_group_size: expected none with algorithm 'dflash'",
+        ),
+        (SMALLEST + "num_layers = 0\n", "drafter.num_layers: expected at least 1, got 0"),
+        (SMALLEST + "block_size = 1\n", "drafter.block_size: expected at least 2, got 1"),
+        (
+            EAGLE3 + "mask_token_id = 0\n",
+            "drafter.mask_token_id: expected none with algorithm 'eagle3', got 0",
+        ),
+        (EAGLE3 + "num_layers = 2\n", "drafter.num_layers: expected 1 with algorithm 'eagle3', got 2"),
+        (EAGLE3 + "sliding_window = 9\n", "drafter.sliding_window: expected none with algorithm 'eagle3'"),
+        (
+            EAGLE3 + "layer_types = ['full_attention']\n",
+            "drafter.layer_types: expected none with algorithm 'eagle3'",
+        ),
+        (
+            SMALLEST + "[train]\nselector_weight = 0.5\n",
+            "train.selector_weight: expected none with algorithm 'dflash', which has no selector, got 0.5",
+        ),
+        (
+            SMALLEST + "[train]\nlabels = 'distribution'\n",
+            "regenerate.top_log_probs: expected at least 1 with train.labels 'distribution', got 0",
+        ),
         ("[train]\nlr = 1e-3\n", r"recipe: missing \['drafter'\]"),
         (SMALLEST + "[[data.sources]]\nlimit = 3\n", r"data.sources\[0\]: missing \['file'\]"),
         ("[drafter]\nmask_token_id = '3'\n", r"drafter.mask_token_id: expected int, got '3'"),
@@ -71,6 +107,15 @@ def test_the_smallest_recipe(tmp_path: Path) -> None:
 def test_a_wrong_recipe_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, text)
+
+
+def test_each_algorithm_has_keys_of_its_own(tmp_path: Path) -> None:
+    assert read(tmp_path, EAGLE3 + "num_layers = 1\nblock_size = 4\n").drafter.mask_token_id is None
+    second = read(
+        tmp_path,
+        "[drafter]\nalgorithm = 'dflash2'\ninitial_drafter = 'a'\nselector_rank = 8\n[train]\nselector_weight = 2\n",
+    )
+    assert (second.drafter.selector_rank, second.train.selector_weight) == (8, 2.0)
 
 
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
@@ -120,7 +165,7 @@ def test_own_prompts_replace_the_sources_of_a_recipe(tmp_path: Path) -> None:
 
 def test_only_the_length_of_a_run_may_change(tmp_path: Path) -> None:
     config = read(tmp_path, SMALLEST)
-    longer = replace(config.train, max_steps=7, decay_steps=3, eval_every=2, save_every=2)
+    longer = replace(config.train, max_steps=7, decay_steps=3, eval_every=2, save_every=2, patience=3)
     more = replace(config.data, max_prompts=9)
     assert replace(config, train=longer, data=more, out="elsewhere").contract == config.contract
     for other in (

@@ -11,11 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.train.batch import (
+from paceline.drafter.config import Eagle3Config
+from paceline.drafter.dflash2 import DFlash2
+from paceline.drafter.eagle3 import Eagle3
+from paceline.train.losses import (
     IGNORED,
+    SoftLabels,
+    Weigh,
+    block_loss,
+    candidates_with,
+    dpace_weights,
+    exponential_weights,
+    position_weights,
+    selector_scores,
+    uniform_weights,
+    with_selector,
 )
-from paceline.train.losses import Weigh, block_loss, dpace_weights, exponential_weights
-from paceline.train.optimizer import Muon, orthogonalise, schedule
+from paceline.train.optimizer import Muon, orthogonalise, schedule, split_parameters
+from tiny_trainer import make_config, make_drafter
 
 # Losses --------------------------------------------------------------------------------------------------------------
 
@@ -23,6 +36,7 @@ WEIGHS = {
     "exponential": exponential_weights(4.0),
     "dpace": dpace_weights(0.5),
     "dpace, alpha 0": dpace_weights(0.0),
+    "uniform": uniform_weights,
 }
 
 
@@ -107,6 +121,167 @@ def test_low_precision_hidden_states_have_a_float32_loss() -> None:
     assert low.grad.dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("chunk_blocks", [2, 64])
+def test_a_head_that_learns_has_its_gradient(chunk_blocks: int) -> None:
+    hidden, head, labels = loss_case(4)
+    head.requires_grad_()
+    expected = torch.autograd.grad(reference_loss(hidden, head, labels, dpace_weights(0.5)), [hidden, head])
+    got = block_loss(hidden, head, labels, dpace_weights(0.5), chunk_blocks=chunk_blocks)
+    for mine, reference in zip(torch.autograd.grad(got.loss, [hidden, head]), expected, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
+    with torch.no_grad():
+        assert not block_loss(hidden, head, labels, dpace_weights(0.5)).total.requires_grad
+    (alone,) = torch.autograd.grad(block_loss(hidden.detach(), head, labels, uniform_weights).total, [head])
+    assert alone.abs().sum() > 0, "also where no state needs one"
+
+
+def test_the_likeliest_rows_are_returned() -> None:
+    hidden, head, labels = loss_case(5)
+    result = block_loss(hidden, head, labels, uniform_weights, chunk_blocks=2, top_k=4)
+    assert result.top is not None
+    assert torch.equal(result.top, (hidden @ head.T).topk(4, dim=-1).indices)
+    everything = block_loss(hidden, head, labels, uniform_weights, top_k=99).top
+    assert everything is not None
+    assert everything.shape[-1] == 19, "there are no more rows than that"
+    assert block_loss(hidden, head, labels, uniform_weights).top is None
+
+
+def test_totals_and_weights_add_up_over_parts() -> None:
+    hidden, head, labels = loss_case(6)
+    whole = block_loss(hidden, head, labels, dpace_weights(0.5))
+    parts = [
+        block_loss(h, head, y, dpace_weights(0.5))
+        for h, y in zip(hidden.split(3), labels.split(3), strict=True)
+    ]
+    torch.testing.assert_close(sum(p.total for p in parts), whole.total)
+    torch.testing.assert_close(sum(p.weight for p in parts), whole.weight)
+    assert sum(p.loss.item() for p in parts) / len(parts) != pytest.approx(whole.loss.item(), rel=1e-4)
+
+
+# Soft labels ---------------------------------------------------------------------------------------------------------
+
+
+def soft_case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, SoftLabels, torch.Tensor]:
+    """A loss case, the target's four likeliest tokens of which some are unknown, and what that means as (A, K, V)."""
+    hidden, head, labels = loss_case(seed)
+    rng = torch.Generator().manual_seed(seed + 1)
+    said = torch.randn(*labels.shape, 30, generator=rng, dtype=torch.float64).log_softmax(dim=-1)
+    top = said.topk(4, dim=-1)
+    ids = torch.where(top.indices < 19, top.indices, IGNORED)  # the draft vocabulary has 19 of the 30 tokens
+    ids[0] = IGNORED  # nothing known of the whole first block
+    top.values[1, :, 3] = -torch.inf  # a token without any probability
+    top.values[2] = -torch.inf  # and nothing but such
+    meaning = torch.zeros(*labels.shape, 20, dtype=torch.float64)
+    meaning.scatter_(-1, torch.where(ids == IGNORED, 19, ids), top.values.exp())
+    meaning = meaning[..., :19]
+    nothing = meaning.sum(-1) == 0
+    meaning[nothing] = torch.nn.functional.one_hot(labels[nothing].clamp(min=0), 19).double()
+    return hidden, head, labels, SoftLabels(ids.int(), top.values), meaning / meaning.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("name", WEIGHS)
+@pytest.mark.parametrize("chunk_blocks", [3, 64])
+def test_soft_labels_are_cut_and_renormalised(name: str, chunk_blocks: int) -> None:
+    hidden, head, labels, soft, meaning = soft_case(0)
+    head.requires_grad_()
+    log_probs = (hidden @ head.T).log_softmax(dim=-1)
+    gold = log_probs.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    weights = WEIGHS[name](
+        gold.detach(), labels != IGNORED
+    )  # of the hard label, which is what must be drafted
+    expected = -(weights * (meaning * log_probs).sum(-1)).sum() / weights.sum()
+    got = block_loss(hidden, head, labels, WEIGHS[name], chunk_blocks=chunk_blocks, soft=soft)
+    torch.testing.assert_close(got.loss, expected, rtol=1e-12, atol=1e-12)
+    references = torch.autograd.grad(expected, [hidden, head])
+    for mine, reference in zip(torch.autograd.grad(got.loss, [hidden, head]), references, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
+    hard = block_loss(hidden, head, labels, WEIGHS[name], chunk_blocks=chunk_blocks)
+    assert torch.equal(got.correct, hard.correct), "a draft stands when it is the label"
+    assert torch.equal(got.weights, hard.weights)
+
+
+def test_soft_labels_of_one_token_are_hard_labels() -> None:
+    hidden, head, labels = loss_case(7)
+    soft = SoftLabels(labels[..., None], torch.full((*labels.shape, 1), -3.0).half())
+    got, expected = (block_loss(hidden, head, labels, dpace_weights(0.5), soft=s).loss for s in (soft, None))
+    torch.testing.assert_close(got, expected)
+
+
+# The selector --------------------------------------------------------------------------------------------------------
+
+
+class Bilinear:
+    """A selector by hand: unary + ⟨A[a] ⊙ h, B[b]⟩ over 40 tokens."""
+
+    def __init__(self) -> None:
+        rng = torch.Generator().manual_seed(9)
+        self.before, self.behind = torch.randn(2, 40, 12, generator=rng, dtype=torch.float64)
+        self.before.requires_grad_()
+        self.behind.requires_grad_()
+
+    def rescore(
+        self, states: torch.Tensor, candidates: torch.Tensor, unary: torch.Tensor, predecessors: torch.Tensor
+    ) -> torch.Tensor:
+        return unary + torch.einsum(
+            "akr,akr,akcr->akc", self.before[predecessors], states, self.behind[candidates]
+        )
+
+
+def selector_case() -> tuple[Bilinear, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Selector, states, head, labels, the rows' token ids and the true tokens before each slot."""
+    hidden, head, labels = loss_case(8)
+    token_ids = torch.arange(19) * 2 + 1
+    before = torch.randint(0, 40, labels.shape, generator=torch.Generator().manual_seed(10))
+    return Bilinear(), hidden, head, labels, token_ids, before
+
+
+@pytest.mark.parametrize("chunk_blocks", [2, 64])
+def test_the_selectors_loss_is_cross_entropy_among_candidates(chunk_blocks: int) -> None:
+    selector, hidden, head, labels, token_ids, before = selector_case()
+    unary = hidden @ head.T
+    top = unary.topk(6, dim=-1).indices
+    supervised, gold = labels != IGNORED, labels.clamp(min=0)
+    found = (top == gold[..., None]).any(-1)
+    assert 0 < found[supervised].sum() < supervised.sum(), "both kinds occur"
+    rows = top.clone()
+    rows[..., -1] = torch.where(found | ~supervised, rows[..., -1], gold)
+    scores = selector.rescore(hidden, token_ids[rows], unary.gather(-1, rows), before)
+    place = (rows == gold[..., None]).int().argmax(-1)
+    chosen = scores.log_softmax(-1).gather(-1, place[..., None])[..., 0]
+    weights = dpace_weights(0.5)(
+        unary.log_softmax(-1).gather(-1, gold[..., None])[..., 0].detach(), supervised
+    )
+    expected = (
+        reference_loss(hidden, head, labels, dpace_weights(0.5))
+        - 0.7 * (weights * chosen).sum() / weights.sum()
+    )
+
+    loss = block_loss(hidden, head, labels, dpace_weights(0.5), chunk_blocks=chunk_blocks, top_k=6)
+    assert loss.top is not None
+    candidates = candidates_with(loss.top, labels)
+    assert torch.equal(candidates, rows)
+    got_scores = selector_scores(selector, hidden, head, candidates, token_ids, before, chunk_blocks)
+    got = with_selector(loss, got_scores, candidates, labels, 0.7)
+    torch.testing.assert_close(got.loss, expected, rtol=1e-12, atol=1e-12)
+    learning = [hidden, selector.before, selector.behind]
+    references = torch.autograd.grad(expected, learning)
+    for mine, reference in zip(torch.autograd.grad(got.loss, learning), references, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
+
+
+def test_a_choice_is_right_only_where_drafting_could_make_it() -> None:
+    _, hidden, head, labels, *_ = selector_case()
+    loss = block_loss(hidden, head, labels, uniform_weights, top_k=3)
+    assert loss.top is not None
+    candidates = candidates_with(loss.top, labels)
+    certain = (candidates == labels[..., None]).double() * 50  # the selector knows every label
+    got = with_selector(loss, certain, candidates, labels, 1.0)
+    assert torch.equal(got.correct, (loss.top == labels[..., None]).any(-1))
+    assert 0 < got.correct.sum() < got.supervised.sum()
+    blind = with_selector(loss, torch.zeros_like(certain), candidates, labels, 1.0)
+    assert torch.equal(blind.correct, (loss.top[..., 0] == labels) & loss.supervised)
+
+
 def test_exponential_weights_by_hand() -> None:
     supervised = torch.tensor([[True, True, True], [True, False, True]])
     weights = exponential_weights(2.0)(torch.zeros(2, 3, dtype=torch.float64), supervised)
@@ -126,6 +301,18 @@ def test_dpace_weights_by_hand() -> None:
     )
     (weights,) = dpace_weights(0.5)(log_probs, torch.tensor([[True, False, True]])).tolist()
     assert weights == pytest.approx([0.8, 0.0, 0.0]), "no block is accepted beyond a slot that has no label"
+
+
+def test_weights_by_name() -> None:
+    log_probs, supervised = torch.tensor([[-1.0, -2.0]]), torch.tensor([[True, True]])
+    for name, expected in (
+        ("dpace", dpace_weights(0.3)),
+        ("exponential", exponential_weights(5.0)),
+        ("uniform", uniform_weights),
+    ):
+        weigh = position_weights(name, alpha=0.3, decay=5.0)
+        assert torch.equal(weigh(log_probs, supervised), expected(log_probs, supervised))
+    assert uniform_weights(log_probs, torch.tensor([[True, False]])).tolist() == [[1.0, 0.0]]
 
 
 # Optimizer -----------------------------------------------------------------------------------------------------------
@@ -206,6 +393,34 @@ def test_muon_leaves_weights_without_a_gradient() -> None:
     optimizer.step()
     assert torch.equal(still.detach(), torch.ones(3, 3))
     assert not torch.equal(moved.detach(), torch.ones(3, 3))
+
+
+def names_of(drafter: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> set[str]:
+    known = {id(p): name for name, p in drafter.named_parameters()}
+    return {known[id(p)] for p in parameters}
+
+
+def test_muon_takes_what_maps_states_to_states() -> None:
+    first = make_drafter()
+    matrices, others = split_parameters(first)
+    assert names_of(first, matrices) == {n for n, p in first.named_parameters() if p.ndim == 2}
+    assert len(matrices) + len(others) == len(list(first.parameters()))
+
+    second = DFlash2(make_config(variant="dflash2", conv_group_size=8, selector_rank=8, selector_top_k=5))
+    matrices, others = split_parameters(second)
+    rest = names_of(second, others)
+    assert {"candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"} <= rest
+    assert {n for n in rest if "base_kernel" in n} == {
+        n for n, _ in second.named_parameters() if "base_kernel" in n
+    }
+    assert "candidate_selector.hidden_projection.weight" in names_of(second, matrices)
+
+    third = Eagle3(Eagle3Config(4, 32, 4, 2, 8, 48, 40, 30, (0, 2), 3))
+    third.fc.weight.requires_grad_(False)
+    matrices, others = split_parameters(third)
+    assert "lm_head.weight" in names_of(third, others)
+    assert "midlayer.mlp.up_proj.weight" in names_of(third, matrices)
+    assert "fc.weight" not in names_of(third, [*matrices, *others]), "what is frozen stays so"
 
 
 def test_the_schedule_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,16 +27,7 @@ from paceline.train.run import TrainEvent, TrainResult, train
 from paceline.train.trainer import Progress
 from tiny_gguf import TOKENS, write_gguf
 
-QUESTIONS = [
-    "what is ink",
-    "sing 4",
-    "a king in 4",
-    "thing",
-    "string in a ring",
-    "44 44",
-    "wing",
-    "bring it in",
-]
+QUESTIONS = ["what is ink", "sing 4", "a king in 4", "string in a ring"]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in QUESTIONS))
+    path.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in 2 * QUESTIONS))
     config = TrainConfig(
         drafter=ShapeConfig(
             mask_token_id=len(TOKENS) - 1,
@@ -142,7 +134,7 @@ def test_the_run_says_what_it_did(recipe: TrainConfig, whole: Whole) -> None:
     num_tokens = sum(e.detail for e in whole.events if isinstance(e.detail, int))
     out = whole.result.folder.parent
     documents = [d for path in sorted((out / "features").iterdir()) for d in read_shard(path)[0]]
-    assert num_tokens == sum(len(d.token_ids) - d.num_prompt_tokens for d in documents)
+    assert num_tokens == sum(d.num_supervised for d in documents)
     assert [e.done for e in whole.events if e.stage == "train"] == list(range(1, 41))
 
     said = whole.checkpoint.provenance
@@ -151,10 +143,16 @@ def test_the_run_says_what_it_did(recipe: TrainConfig, whole: Whole) -> None:
     assert said["data"]["num_documents"] == 7
     assert said["data"]["num_response_tokens"] == num_tokens
     assert said["num_blocks"] == 40 * 32
-    assert said["held_out"]["step"] == said["num_steps"] == 40
-    assert said["held_out"]["acceptance_length"] == whole.result.row.acceptance_length
+    assert (said["algorithm"], said["num_processes"], said["num_steps"]) == ("dflash", 1, 40)
+    assert said["machine"]["torch"] == torch.__version__
+    curve = list(csv.DictReader((out / "curve.csv").read_text().splitlines()))
+    best = max(curve, key=lambda row: float(row["acceptance_length"]))  # the first of equals
+    assert said["held_out"]["step"] == whole.result.best.step == int(best["step"])
+    assert said["held_out"]["acceptance_length"] == float(best["acceptance_length"])
     assert whole.checkpoint.dtype is torch.bfloat16
-    assert len((out / "curve.csv").read_text().splitlines()) == 1 + 3  # steps 0, 20 and 40
+    assert [int(row["step"]) for row in curve] == [0, 20, 40] == [0, 20, whole.result.row.step]
+    page = (out / "curve.html").read_text(encoding="utf-8")
+    assert "Step 40: τ" in page and "sliding_attention" in page
 
 
 @pytest.mark.parametrize("stage", ["regenerate", "train"])
@@ -197,8 +195,13 @@ def test_a_run_may_begin_with_a_drafter(
         target_folder=folder,
     )
     assert losses(events)[0] < 0.3 * losses(whole.events)[0]
-    other = replace(given, block_size=3, layer_types=("full_attention",), sliding_window=None)
-    with pytest.raises(ConfigError, match=r"block_size: expected 3, got 4; layer_types: .*sliding_window"):
+    other = replace(given, block_size=3, sliding_window=9)
+    with pytest.raises(
+        ConfigError, match="block_size: expected 3, got 4; sliding_window: expected 9, got 128"
+    ):
+        train(replace(recipe, drafter=other, out=str(tmp_path / "other")), target_folder=folder)
+    other = ShapeConfig(algorithm="eagle3", initial_drafter=str(whole.result.folder))
+    with pytest.raises(ConfigError, match="expected algorithm 'eagle3', got 'dflash'"):
         train(replace(recipe, drafter=other, out=str(tmp_path / "other")), target_folder=folder)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Sequence
+import random
+import re
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,110 +14,22 @@ import pytest
 import torch
 
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
-from paceline.drafter.config import FULL, SLIDING, DrafterConfig
-from paceline.drafter.dflash import DFlash
-from paceline.train.config import OptimConfig
-from paceline.train.curves import write_csv, write_png
+from paceline.drafter.config import FULL, SLIDING
+from paceline.train.curves import write_csv
 from paceline.train.features import Document
-from paceline.train.trainer import STATE, CurveRow, Progress, Trainer
-
-VOCAB, WIDTH = 40, 32
-SETTINGS = OptimConfig(
-    max_steps=6,
-    blocks_per_step=15,
-    anchors_per_document=6,
-    slots=(2, 3, 4),
-    lr=3e-3,
-    warmup_steps=2,
-    decay_steps=2,
-    muon_block_rows=16,
-    draft_vocab_size=30,
-    chunk_blocks=7,
-    held_out_documents=2,
-    eval_every=2,
-    save_every=3,
+from paceline.train.trainer import STATE, CurveRow, Progress
+from tiny_trainer import (
+    SETTINGS,
+    assert_same,
+    long_trainer,
+    make_documents,
+    make_drafter,
+    make_trainer,
+    outcome,
+    stopping_at,
 )
 
-
-def make_documents(count: int, seed: int = 0) -> list[Document]:
-    rng = torch.Generator().manual_seed(seed)
-    made = []
-    for i in range(count):
-        ids = torch.randint(0, VOCAB - 1, (14 + 3 * i % 7,), generator=rng)
-        hidden = torch.randn(len(ids), 2 * WIDTH, generator=rng).bfloat16()
-        made.append(Document(ids, 3 + i % 2, hidden))
-    return made
-
-
-def make_drafter(kind: str = SLIDING) -> DFlash:
-    torch.manual_seed(0)
-    return DFlash(
-        DrafterConfig(
-            block_size=4,
-            hidden_size=WIDTH,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
-            intermediate_size=48,
-            vocab_size=VOCAB,
-            target_layer_ids=(0, 2),
-            num_target_layers=3,
-            mask_token_id=VOCAB - 1,
-            layer_types=(kind, kind),
-            sliding_window=64 if kind == SLIDING else None,
-        )
-    )
-
-
-def make_trainer(
-    folder: Path,
-    settings: OptimConfig = SETTINGS,
-    documents: Sequence[Document] | None = None,
-    *,
-    kind: str = SLIDING,
-    contract: str = "one recipe",
-) -> Trainer:
-    rng = torch.Generator().manual_seed(1)
-    embed, head = torch.randn(2, VOCAB, WIDTH, generator=rng)
-    chosen = make_documents(9) if documents is None else documents
-    return Trainer(make_drafter(kind), embed, head, chosen, settings, folder, contract)
-
-
-def stopping_at(step: int) -> tuple[Callable[[Progress], None], Callable[[], bool]]:
-    """Returns an observer and a question that together end a run behind its `step`-th step."""
-    seen = [0]
-
-    def observe(progress: Progress) -> None:
-        seen[0] = progress.step
-
-    return observe, lambda: seen[0] >= step
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """Returns everything of a saved state but the times."""
-    state: dict[str, Any] = torch.load(folder / STATE, weights_only=True)
-    del state["seconds"]
-    for row in state["curve"]:
-        del row["seconds"]
-    return state
-
-
-def assert_same(left: Any, right: Any, where: str = "state") -> None:
-    """Compares nested states bit by bit."""
-    assert type(left) is type(right), where
-    if isinstance(left, torch.Tensor):
-        assert torch.equal(left, right), where
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys(), where
-        for key in left:
-            assert_same(left[key], right[key], f"{where}.{key}")
-    elif isinstance(left, list):
-        assert len(left) == len(right), where
-        for i, pair in enumerate(zip(left, right, strict=True)):
-            assert_same(*pair, f"{where}[{i}]")
-    else:
-        assert left == right, where
+PROGRAM = Path(__file__).with_name("tiny_trainer.py")
 
 
 @pytest.fixture(scope="module")
@@ -138,22 +52,39 @@ def test_a_run_stopped_and_resumed_is_the_run_that_was_not(
     second = make_trainer(tmp_path)
     assert second.resume()
     assert second.step == step
+    assert second.losses == uninterrupted["losses"][:step]
     second.run()
     assert_same(outcome(tmp_path), uninterrupted)
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
-    def kill(progress: Progress) -> None:
-        if progress.step == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        make_trainer(tmp_path).run(kill)
-    second = make_trainer(tmp_path)
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_process_killed_at_any_moment_goes_on_as_if_it_had_lived(
+    tmp_path: Path, accumulation_steps: int
+) -> None:
+    whole = long_trainer(tmp_path / "whole", accumulation_steps)
+    whole.run()
+    folder, last_step = tmp_path / "killed", random.randrange(4, 22)
+    command = [
+        sys.executable,
+        str(PROGRAM),
+        str(folder),
+        str(accumulation_steps),
+        str(torch.get_num_threads()),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if int(line) == last_step:
+                process.kill()
+                break
+    assert process.returncode == -9
+    second = long_trainer(folder, accumulation_steps)
     assert second.resume()
-    assert second.step == SETTINGS.save_every
+    assert last_step - 3 <= second.step < 24
     second.run()
-    assert_same(outcome(tmp_path), uninterrupted)
+    assert len(second.losses) == 24
+    assert second.losses == whole.losses
+    assert_same(outcome(folder), outcome(tmp_path / "whole"))
 
 
 def test_training_reaches_the_weights(uninterrupted: dict[str, Any]) -> None:
@@ -176,11 +107,16 @@ def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
 
 def test_a_resumed_run_may_be_given_more_documents_but_not_fewer(tmp_path: Path) -> None:
     documents = make_documents(12)
-    make_trainer(tmp_path, documents=documents[:9]).run(*stopping_at(3))
+    first = make_trainer(tmp_path, documents=documents[:9])
+    first.run(*stopping_at(3))
     with pytest.raises(ConfigError, match=r"trained on 7 documents, given 5; hint: .*max_prompts"):
         make_trainer(tmp_path, documents=documents[:7]).resume()
     more = make_trainer(tmp_path, documents=documents)
+    assert first.token_ids is not None
+    assert more.token_ids is not None
+    assert not torch.equal(more.token_ids, first.token_ids), "more documents have other common tokens"
     assert more.resume()
+    assert torch.equal(more.token_ids, first.token_ids), "but labels keep their meaning"
     more.run()
     assert more.step == SETTINGS.max_steps
 
@@ -203,42 +139,83 @@ def test_a_truncated_state_is_refused(tmp_path: Path, share: float) -> None:
 # Failing -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        RuntimeError("PytorchStreamWriter failed writing file: No space left"),  # PyTorch's way of saying it
-    ],
-)
-def test_a_full_disk_leaves_the_state_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
-) -> None:
+def test_a_full_disk_leaves_the_state_before(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no device that is always full")
     trainer = make_trainer(tmp_path)
     trainer.run(*stopping_at(2))
     before = (tmp_path / STATE).read_bytes()
-
-    def fill_the_disk(state: object, path: Path) -> None:
-        Path(path).write_bytes(b"half a state")
-        raise failure
-
-    monkeypatch.setattr(torch, "save", fill_the_disk)
-    with pytest.raises(OSError, match="No space left"):
+    (tmp_path / STATE).with_suffix(".partial").symlink_to(full)
+    with pytest.raises(
+        OSError, match=r"state\.pt: could not be written .*saved before it is whole; hint: free"
+    ):
         trainer.run()
     assert (tmp_path / STATE).read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == [STATE]
+    again = make_trainer(tmp_path)
+    assert again.resume()
+    again.run()
+    assert_same(outcome(tmp_path), uninterrupted)
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(tmp_path: Path) -> None:
+def poisoned(value: float) -> list[Document]:
+    """Documents of which the fourth that is trained on has one broken hidden state."""
+    documents = make_documents(9)
+    documents[5].hidden[0, 0] = value
+    return documents
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(tmp_path: Path, value: float) -> None:
+    weights = dict[int, dict[str, torch.Tensor]]()
+    trainer = make_trainer(tmp_path, replace(SETTINGS, max_steps=40, save_every=1), poisoned(value))
+
+    def remember(progress: Progress) -> None:
+        weights[progress.step] = {k: v.clone() for k, v in trainer.drafter.state_dict().items()}
+
+    with pytest.raises(PacelineError) as caught:
+        trainer.run(remember)
+    pattern = (
+        r"loss of step (\d+) is not finite \(epoch (\d), documents \[(.*)\] of those trained on, .*hint: look"
+    )
+    found = re.match(pattern, str(caught.value))
+    assert found is not None
+    assert (int(found[1]), int(found[2])) == (trainer.step, 0)
+    assert 3 in [int(number) for number in found[3].split(",")]
+    state = outcome(tmp_path)
+    assert state["step"] == trainer.step > 0
+    assert_same(dict(trainer.drafter.state_dict()), weights[trainer.step])
+    assert_same(dict(state["drafter"]), weights[trainer.step])
+
+
+def test_a_gradient_that_is_not_finite_stops_too(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     trainer.run(*stopping_at(2))
-    before, weights = (tmp_path / STATE).read_bytes(), trainer.drafter.state_dict()
-    documents = [replace(d, hidden=torch.full_like(d.hidden, torch.inf)) for d in make_documents(9)]
-    poisoned = make_trainer(tmp_path, documents=documents)
-    assert poisoned.resume()
-    with pytest.raises(PacelineError, match=r"gradient of step 2 is not finite; .*hint: lower train.lr"):
-        poisoned.run()
+    before = (tmp_path / STATE).read_bytes()
+    norm = trainer.drafter.get_parameter("norm.weight")
+    norm.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(PacelineError, match="gradient of step 2 is not finite"):
+        trainer.run()
     assert (tmp_path / STATE).read_bytes() == before
-    assert_same(dict(poisoned.drafter.state_dict()), dict(weights))
+
+
+def test_a_held_out_loss_that_is_not_finite_stops(tmp_path: Path) -> None:
+    documents = make_documents(9)
+    documents[0].hidden[0, 0] = float("nan")
+    with pytest.raises(PacelineError, match="held-out loss at step 0 is not finite"):
+        make_trainer(tmp_path, documents=documents).run()
+    assert not (tmp_path / STATE).exists()
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.run(*stopping_at(2))
+    before = (tmp_path / STATE).read_bytes()
+    trainer.drafter.get_parameter("fc.weight").data[0, 0] = torch.nan
+    with pytest.raises(PacelineError, match="weights at step 2 are not finite"):
+        trainer.save()
+    assert (tmp_path / STATE).read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -253,11 +230,12 @@ def test_slots_that_train_another_function_are_refused(
     tmp_path: Path, kind: str, slots: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_trainer(tmp_path, replace(SETTINGS, slots=slots), kind=kind)
+        make_trainer(tmp_path, replace(SETTINGS, slots=slots), drafter=make_drafter(kind))
 
 
 def test_whole_blocks_train_bidirectional_layers(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, replace(SETTINGS, slots=(4,), max_steps=2), kind=FULL)
+    settings = replace(SETTINGS, slots=(4,), max_steps=2)
+    trainer = make_trainer(tmp_path, settings, drafter=make_drafter(FULL))
     trainer.run()
     assert trainer.step == 2
 
@@ -283,14 +261,14 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path, uninterrupted: 
 
 
 def test_an_evaluation_sees_every_held_out_document_once(tmp_path: Path) -> None:
-    accuracies = []
+    rows = []
     for blocks_per_step in (6, 13, 500):
-        trainer = make_trainer(
-            tmp_path / str(blocks_per_step), replace(SETTINGS, blocks_per_step=blocks_per_step)
-        )
+        settings = replace(SETTINGS, blocks_per_step=blocks_per_step)
+        trainer = make_trainer(tmp_path / str(blocks_per_step), settings)
         trainer.run(*stopping_at(0))
-        accuracies.append((trainer.curve[0].acceptance_length, trainer.curve[0].slot_accuracy))
-    assert accuracies[0] == accuracies[1] == accuracies[2]
+        rows.append(trainer.curve[0])
+    assert len({(row.acceptance_length, row.slot_accuracy) for row in rows}) == 1
+    assert [row.held_out_loss for row in rows] == pytest.approx([rows[0].held_out_loss] * 3, rel=1e-6)
 
 
 def test_the_curve_tells_when_and_how_fast(tmp_path: Path) -> None:
@@ -301,6 +279,7 @@ def test_the_curve_tells_when_and_how_fast(tmp_path: Path) -> None:
     assert [p.row.step for p in told if p.row is not None] == [2, 4, 5]
     assert [row.step for row in trainer.curve] == [0, 2, 4, 5]
     assert all(p.blocks_per_s > 0 for p in told)
+    assert trainer.losses == [p.loss for p in told]
     second = [p.loss for p in told[2:4]]
     assert trainer.curve[2].train_loss == pytest.approx(sum(second) / 2)
 
@@ -348,9 +327,3 @@ def test_a_curve_as_csv(tmp_path: Path) -> None:
     ]
     assert lines[1] == "2,30,1.5,4.25,4.0,1.5,0.001,0.5,0.25"
     assert [path.name for path in tmp_path.iterdir()] == ["curve.csv"]
-
-
-def test_a_curve_as_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert write_png(ROWS, tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

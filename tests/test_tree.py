@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
-from paceline.core.tree import grow
+from paceline.core.tree import grow, grow_lattice
 from paceline.core.types import Request
 from paceline.engine.engine import Engine
 from paceline.engine.tree import TreeDrafter
@@ -48,6 +48,45 @@ def test_the_tree_holds_exactly_the_likeliest_paths(
     found = [tuple(tree.tokens[n] for n in path_of(node, tree.parents)) for node in range(len(tree.tokens))]
     assert set(found) == expected and len(found) == len(expected)
     assert all(parent <= node for node, parent in enumerate(tree.parents))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    slots=st.integers(1, 4),
+    width=st.integers(1, 4),
+    num_nodes=st.integers(1, 60),
+    looks_back=st.lists(st.booleans(), min_size=4, max_size=4),
+    seed=st.integers(0, 10_000),
+)
+def test_the_tree_of_a_lattice_holds_exactly_the_likeliest_paths(
+    slots: int, width: int, num_nodes: int, looks_back: list[bool], seed: int
+) -> None:
+    """Slots that look at the token before them and slots that do not, in any order."""
+    rng = torch.Generator().manual_seed(seed)
+    tables = [
+        torch.randn(width if slot and looks_back[slot] else 1, width, generator=rng)
+        .double()
+        .log_softmax(dim=1)
+        for slot in range(slots)
+    ]
+    tokens = [[10 * slot + candidate for candidate in range(width)] for slot in range(slots)]
+    ranked = [table.sort(dim=1, descending=True) for table in tables]
+    tree = grow_lattice(
+        [r.values.tolist() for r in ranked], [r.indices.tolist() for r in ranked], tokens, num_nodes
+    )
+
+    def log_prob(path: tuple[int, ...]) -> float:
+        rows = [0, *path]
+        steps = [
+            table[rows[k] if len(table) > 1 else 0, rows[k + 1]]
+            for k, table in enumerate(tables[: len(path)])
+        ]
+        return float(sum(steps))
+
+    every = [path for depth in range(1, slots + 1) for path in itertools.product(range(width), repeat=depth)]
+    best = sorted(every, key=log_prob, reverse=True)[:num_nodes]
+    found = [tuple(tree.tokens[n] for n in path_of(node, tree.parents)) for node in range(len(tree.tokens))]
+    assert found == [tuple(10 * slot + candidate for slot, candidate in enumerate(path)) for path in best]
 
 
 def test_a_front_part_of_a_tree_is_the_smaller_tree() -> None:

@@ -12,9 +12,9 @@ import torch
 
 from paceline.core.params import SamplingParams
 from paceline.core.types import Proposal, Request
+from paceline.drafter.base import Drafter
 from paceline.drafter.config import FULL, SLIDING
 from paceline.drafter.dflash import DFlash
-from paceline.engine.tree import TreeDrafter
 from paceline.target.base import TargetOutput, VerifyRows
 from paceline.target.native import NativeTarget
 from paceline.testing import tiny_drafter
@@ -38,7 +38,7 @@ def tokens(length: int, seed: int = 0, vocab_size: int = 61) -> tuple[int, ...]:
 class Watched:
     """Notes what another drafter drafts, by sequence in the order of admission."""
 
-    def __init__(self, drafter: DFlash | TreeDrafter) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.inner = drafter
         self.block_size, self.target_layer_ids = drafter.block_size, drafter.target_layer_ids
         self.contexts: list[Any] = []

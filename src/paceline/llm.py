@@ -18,7 +18,8 @@ from paceline.core.errors import ConfigError, IncompatiblePairError, Unsupported
 from paceline.core.params import SamplingParams
 from paceline.core.types import Completion, Request, TokenDelta
 from paceline.drafter.base import Drafter, NeuralDrafter
-from paceline.drafter.config import DrafterConfig
+from paceline.drafter.combined import Combined, sure_lookup
+from paceline.drafter.lookup import PromptLookup
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import cache_dir as chosen_cache_dir
 from paceline.engine.runtime import choose_device, choose_dtype, default_tree_nodes, probe_rows
@@ -39,14 +40,16 @@ class LLM:
 
     Args:
         target: "smollm2-135m-instruct", a hub id, a local folder, or a GGUF file.
-        drafter: a drafter folder; "auto" takes the one that ships for this target, if any; `None` decodes plainly.
+        drafter: a drafter folder; "auto" takes the one that ships for this target, if any; "lookup" copies from the
+            text itself, without weights; "combined" copies where the text repeats itself and drafts the rest with the
+            one that ships; `None` decodes plainly.
         device: "auto", "cpu", "cuda", "cuda:N".
         dtype: "auto", "float32", "bfloat16", "float64".
         backend: "auto" takes the native runner where it fits, else transformers; or force "native" or "hf".
         block_size: slots of a chain, anchor included, up to the drafter's; 1 decodes plainly. `None` leaves the choice
             to `tree_nodes`.
         tree_nodes: draft trees of so many nodes; "auto" takes what pays (see `engine.runtime.default_tree_nodes`), or
-            chains where `block_size` is given; `None` drafts chains of the drafter's own length.
+            chains where `block_size` is given; `None` drafts chains of the drafter's own length. Copies are chains.
         exact: `True` probes that passes of every kind give the bits of plain decoding on this machine, and refuses to
             load where they do not; `False` spends nothing on it; "auto" computes so that they do on a CPU with the
             native runner, unprobed.
@@ -75,25 +78,34 @@ class LLM:
     ) -> None:
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.device)
+        self.checkpoint = load_drafter(drafter, str(target))
         self.folder = pull(str(target), cache_dir=chosen_cache_dir(), offline=offline, progress=progress)
         self.codec = TextCodec.load(self.folder)
         self.target, self.backend = load_target(
             self.folder, self.codec, name=str(target), dtype=self.dtype, device=self.device, backend=backend
         )
         self.grammars = GrammarCompiler(self.codec, self.target.spec.vocab_size)
-        self.checkpoint = load_drafter(drafter, str(target))
-        self.drafter: NeuralDrafter | None = None
-        if self.checkpoint is not None:
-            check_pair(self.checkpoint, self.target.spec)
-            self.drafter = self.checkpoint.build(self.dtype, self.device)
-            self.drafter.bind(self.target.heads, self.checkpoint.token_ids)
+        self.neural = None if self.checkpoint is None else self.bind(self.checkpoint)
+        self._lookup = (
+            PromptLookup() if drafter == "lookup" else sure_lookup() if drafter == "combined" else None
+        )
+        self.drafter = self._beside_lookup(self.neural)
         self.exact = self._settle_arithmetic(exact)
         if tree_nodes == "auto":
-            chain = block_size is not None or self.drafter is None
+            chain = block_size is not None or self.neural is None
             tree_nodes = None if chain else default_tree_nodes(self.device, self.dtype, self.exact)
         self.block_size, self.tree_nodes, self.max_sequences = block_size, tree_nodes, max_sequences
         self.new_engine().close()  # refuses a bad block size or batch now rather than at the first request
         self._ids = itertools.count()
+
+    def bind(self, checkpoint: DrafterCheckpoint) -> NeuralDrafter:
+        """Returns the drafter of a checkpoint, ready to draft for this target (see `new_engine`).
+
+        Raises:
+            IncompatiblePairError: it was made for another target.
+        """
+        check_pair(checkpoint, self.target.spec)
+        return checkpoint.build(self.dtype, self.device).bind(self.target.heads, checkpoint.token_ids)
 
     def _settle_arithmetic(self, exact: bool | Literal["auto"]) -> bool:
         """Returns whether trees have the bits of plain decoding, as far as is known. Mutates: the target."""
@@ -165,9 +177,15 @@ class LLM:
     def _drafter(self, tree_nodes: int | None) -> Drafter | None:
         if tree_nodes is None:
             return self.drafter
-        if self.drafter is None:
-            raise ConfigError(f"tree_nodes: {tree_nodes} needs a drafter, and none is loaded")
-        return TreeDrafter(self.drafter, tree_nodes)
+        if self.neural is None:
+            raise ConfigError(f"tree_nodes: {tree_nodes} needs a drafter with weights, and none is loaded")
+        return self._beside_lookup(TreeDrafter(self.neural, tree_nodes))
+
+    def _beside_lookup(self, drafter: Drafter | None) -> Drafter | None:
+        """Returns the drafter, together with the pair's lookup where it has one."""
+        if self._lookup is None or drafter is None:
+            return self._lookup or drafter
+        return Combined(self._lookup, drafter)
 
     def generate(
         self, prompts: str | Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | None = None
@@ -276,16 +294,34 @@ def shipped_drafter(target: str) -> Path | None:
 
 
 def load_drafter(drafter: str | Path | None, target: str) -> DrafterCheckpoint | None:
-    """Returns the drafter's checkpoint, or `None` for plain decoding (see `LLM`)."""
-    if drafter is None:
+    """Returns the checkpoint of the weights that `LLM`'s argument asks for, or `None` where it asks for none.
+
+    Raises:
+        ConfigError: no such folder, or "combined" where no drafter ships for the target.
+        CheckpointError: a folder that holds no drafter.
+    """
+    if drafter is None or drafter == "lookup":
         return None
-    folder = shipped_drafter(target) if drafter == "auto" else Path(drafter).expanduser()
-    return DrafterCheckpoint.load(folder) if folder is not None else None
+    if drafter not in ("auto", "combined"):
+        named = Path(drafter).expanduser()
+        if not named.is_dir():
+            raise ConfigError(
+                f"drafter: expected a drafter folder, or 'auto', 'lookup' or 'combined'; got {str(drafter)!r}, and no "
+                "such folder is there"
+            )
+        return DrafterCheckpoint.load(named)
+    folder = shipped_drafter(target)
+    if folder is None and drafter == "combined":
+        raise ConfigError(
+            f"drafter: 'combined' needs one with weights, and none ships for target {target!r}; hint: 'lookup', or a "
+            "folder"
+        )
+    return None if folder is None else DrafterCheckpoint.load(folder)
 
 
 def check_pair(checkpoint: DrafterCheckpoint, spec: TargetSpec) -> None:
     """Raises `IncompatiblePairError` naming everything in which a drafter and a target do not fit."""
-    config: DrafterConfig = checkpoint.config
+    config = checkpoint.config
     made_for = checkpoint.provenance.get("tokenizer_digest", "")
     pairs = [
         ("hidden_size", config.hidden_size, spec.hidden_size),

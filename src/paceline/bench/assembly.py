@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from paceline.bench.arms import Arm
-from paceline.bench.local import LOCAL_KINDS, local_arm
+from paceline.bench.drafting import LOCAL_KINDS
+from paceline.bench.local import local_arm
 from paceline.bench.plan import ArmSpec, Plan
 from paceline.bench.references import REFERENCE_KINDS, reference_arm
 from paceline.bench.server import SERVER_KINDS, server_arm

@@ -1,7 +1,8 @@
-"""Arms of this process: the engine over one loaded pair, plain, with its DFlash drafter, or with prompt lookup.
+"""Arms of this process: the engine over one loaded pair, plain or with someone who drafts: the pair's own drafter,
+another one, prompt lookup, or lookup and the pair's own together.
 
 All arms share the pair, so they differ in who drafts and in nothing else. They also share its memory: the peak of any
-of them holds the drafter's weights; a fingerprint's `memory` says what belongs to whom.
+of them holds the weights of every drafter; a fingerprint's `memory` says what belongs to whom.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,25 +29,22 @@ from paceline.bench.arms import (
     StepTime,
     text_digest,
 )
-from paceline.checkpoint.store import DrafterCheckpoint
-from paceline.core.errors import CapacityError, ConfigError, PacelineError, RequestError
+from paceline.bench.drafting import Drafting, Options, drafting
+from paceline.core.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    IncompatiblePairError,
+    PacelineError,
+    RequestError,
+)
 from paceline.core.types import Request
-from paceline.drafter.lookup import PromptLookup
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import peak_memory_bytes, reset_peak_memory
-from paceline.engine.tree import TreeDrafter
 from paceline.llm import LLM
 from paceline.target.folder import sha256_of
 from paceline.target.native import NativeTarget
 from paceline.target.weights import read_tensors
-
-_OPTIONS = {
-    "plain": (),
-    "dflash": ("block_size", "tree_nodes"),
-    "lookup": ("block_size", "max_ngram", "min_ngram"),
-}
-LOCAL_KINDS = tuple(_OPTIONS)
-Options = Mapping[str, str | int | float | bool]
 
 
 def local_arm(name: str, kind: str, options: Options, llm: LLM) -> EngineArm:
@@ -55,45 +52,20 @@ def local_arm(name: str, kind: str, options: Options, llm: LLM) -> EngineArm:
 
     Args:
         name: what the plan calls it.
-        kind: "plain", "dflash" or "lookup".
-        options: whole numbers. Of "dflash" `block_size` and `tree_nodes` (0 for chains), both the pair's own unless
-            given; of "lookup" those of `PromptLookup`.
+        kind: "plain"; "dflash", the pair's own drafter, of whatever variant; "drafter", one from a folder; "lookup"; or
+            "combined", lookup together with the pair's own.
+        options: of "drafter" `path`, the folder. Else whole numbers: `block_size` and `tree_nodes` (0 for chains), both
+            as the pair drafts unless given, and those of `PromptLookup`.
         llm: the pair; arms may share it.
 
     Raises:
-        ConfigError: an unknown kind or option, a value that makes no engine, or "dflash" without a drafter.
+        ConfigError: an unknown kind or option, a value that makes no engine, or no drafter where the kind needs one.
+        CheckpointError, IncompatiblePairError: the folder holds no drafter, or one for another target.
     """
-    if kind not in LOCAL_KINDS:
-        raise ConfigError(f"arm {name!r}: expected one of {', '.join(LOCAL_KINDS)}; got {kind!r}")
-    numbers: dict[str, int] = {}
-    for option, value in options.items():
-        if option not in _OPTIONS[kind]:
-            known = ", ".join(_OPTIONS[kind]) or "none"
-            raise ConfigError(f"arm {name!r}: {kind} has the options {known}; got {option!r}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigError(f"arm {name!r}: {option}: expected a whole number, got {value!r}")
-        numbers[option] = value
     try:
-        return EngineArm(name, llm, _engine_options(kind, numbers, llm))
-    except ConfigError as error:
-        raise ConfigError(f"arm {name!r}: {error}") from error
-
-
-def _engine_options(kind: str, numbers: dict[str, int], llm: LLM) -> dict[str, Any]:
-    """Returns what `LLM.new_engine` is given for an arm."""
-    if kind == "plain":
-        return {"plain": True}
-    if kind == "lookup":
-        return {"drafter": PromptLookup(**numbers)}
-    if llm.drafter is None:
-        raise ConfigError("dflash: the pair has no drafter; hint: give one, or leave the arm out")
-    if numbers.get("tree_nodes") and "block_size" in numbers:
-        raise ConfigError(
-            "tree_nodes, block_size: a tree is as large as its nodes; hint: give one of the two"
-        )
-    if "tree_nodes" in numbers:
-        return {**numbers, "tree_nodes": numbers["tree_nodes"] or None}
-    return dict(numbers)
+        return EngineArm(name, llm, drafting(kind, options, llm))
+    except (ConfigError, CheckpointError, IncompatiblePairError) as error:
+        raise type(error)(f"arm {name!r}: {error}") from error
 
 
 class EngineArm:
@@ -102,21 +74,27 @@ class EngineArm:
     Args:
         name: what the plan calls it.
         llm: the pair.
-        options: of `LLM.new_engine`; all but `max_sequences`.
+        drafting: who drafts; `None` decodes plainly.
 
     Raises:
-        ConfigError: options of which no engine can be made.
+        ConfigError: a block size that the drafter does not have.
     """
 
     max_concurrency: int | None = None
 
-    def __init__(self, name: str, llm: LLM, options: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, llm: LLM, drafting: Drafting | None) -> None:
         self.name = name
-        self._llm, self._options = llm, options
-        self._speculation = _speculation(self._new_engine(1), llm)
+        self._llm, self._drafting = llm, drafting
+        self._block_size = self._new_engine(1).block_size  # refuses one that the drafter does not have
 
     def _new_engine(self, max_sequences: int) -> Engine:
-        return self._llm.new_engine(**self._options, max_sequences=max_sequences)
+        if self._drafting is None:
+            return self._llm.new_engine(plain=True, max_sequences=max_sequences)
+        return self._llm.new_engine(
+            drafter=self._drafting.drafter,
+            block_size=self._drafting.block_size,
+            max_sequences=max_sequences,
+        )
 
     def open(self) -> Fingerprint:
         """Returns what is known of the arm; the pair is loaded already.
@@ -128,10 +106,12 @@ class EngineArm:
             raise ArmError(
                 f"{self.name}: {self._llm.target.spec.name} has no chat template; hint: an instruct model"
             )
-        memory = _target_memory(self._llm)
-        if self._speculation.get("kind") == "dflash":
-            memory |= _drafter_memory(self._llm)
-        return Fingerprint(_basis(self._llm), self._speculation, memory)
+        memory, who = _target_memory(self._llm), self._drafting
+        if who is None:
+            return Fingerprint(_basis(self._llm), {}, memory)
+        if who.weights is not None:
+            memory |= who.weights.memory(self._llm.dtype.itemsize)
+        return Fingerprint(_basis(self._llm), who.speculation(self._block_size), memory)
 
     def run(self, jobs: Sequence[Job], load: Load, done: Done) -> Passed:
         """Returns what came of the jobs; see `Arm`.
@@ -316,24 +296,6 @@ def _basis(llm: LLM) -> dict[str, str]:
     }
 
 
-def _speculation(engine: Engine, llm: LLM) -> dict[str, str]:
-    """Returns what an arm's drafter is, empty without one."""
-    drafter = engine.drafter
-    if drafter is None:
-        return {}
-    if isinstance(drafter, PromptLookup):
-        names = ("block_size", "max_ngram", "min_ngram")
-        return {"kind": "lookup", **{name: str(getattr(drafter, name)) for name in names}}
-    assert llm.checkpoint is not None
-    is_tree = isinstance(drafter, TreeDrafter)
-    return {
-        "kind": "dflash",
-        "drafter_digest": _drafter_digest(llm.checkpoint),
-        "block_size": str(llm.checkpoint.config.block_size if is_tree else engine.block_size),
-        "tree_nodes": str(engine.block_size - 1 if is_tree else 0),
-    }
-
-
 def _target_memory(llm: LLM) -> dict[str, int]:
     """Returns bytes of the target's parameters and of its K/V; a runner may hold packed copies beside them."""
     size = llm.dtype.itemsize
@@ -342,19 +304,6 @@ def _target_memory(llm: LLM) -> dict[str, int]:
         shape = llm.target.shape
         memory["target_kv_per_token"] = 2 * size * shape.num_layers * shape.num_kv_heads * shape.head_dim
     return memory
-
-
-def _drafter_memory(llm: LLM) -> dict[str, int]:
-    """Returns bytes of the drafter's parameters, its cut of the target's head included, and of its K/V."""
-    checkpoint = llm.checkpoint
-    assert checkpoint is not None
-    config, size = checkpoint.config, llm.dtype.itemsize
-    num_head_rows = 0 if checkpoint.token_ids is None else len(checkpoint.token_ids)
-    parameters = sum(t.numel() for t in checkpoint.tensors.values()) + num_head_rows * config.hidden_size
-    return {
-        "drafter_weights": size * parameters,
-        "drafter_kv_per_token": 2 * size * config.num_layers * config.num_kv_heads * config.head_dim,
-    }
 
 
 def _weights_digest(folder: Path) -> str:
@@ -368,15 +317,3 @@ def _weights_digest(folder: Path) -> str:
 def _file_digest(path: Path, num_bytes: int, modified_ns: int) -> str:
     """Returns the sha256 of a file, read again only where it has changed."""
     return sha256_of(path)
-
-
-def _drafter_digest(checkpoint: DrafterCheckpoint) -> str:
-    """Returns the sha256 of a drafter's config, tensors and vocabulary. Pure."""
-    digest = hashlib.sha256(repr(checkpoint.config).encode())
-    tensors = dict(sorted(checkpoint.tensors.items()))
-    if checkpoint.token_ids is not None:
-        tensors["token_ids"] = checkpoint.token_ids
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

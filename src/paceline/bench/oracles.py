@@ -223,6 +223,7 @@ def build_assistant(
         ArmError: a transformers that has none.
     """
     config = checkpoint.config
+    assert isinstance(config, DrafterConfig)
     model = _empty_assistant(config)
     names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
     tensors = {names.get(name, name): tensor.to(dtype) for name, tensor in checkpoint.tensors.items()}
@@ -374,6 +375,10 @@ def drafter_of(llm: LLM) -> DrafterCheckpoint:
             "a DFlash arm needs a drafter, and the pair has none; hint: give one, or leave the arm out"
         )
     config = llm.checkpoint.config
+    if not isinstance(config, DrafterConfig) or config.variant != "dflash":
+        raise ArmError(
+            "expected a DFlash drafter of the first kind, got another kind; hint: leave the arm out"
+        )
     if config.target_layer_ids[-1] == config.num_target_layers - 1:
         raise ArmError(
             f"target_layer_ids: this drafter reads layer {config.target_layer_ids[-1]}, the last one, whose output "

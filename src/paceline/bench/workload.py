@@ -205,23 +205,7 @@ def _messages(row: dict[str, Any]) -> Messages:
         raise ConfigError(
             f"row {row['id']}: expected text, got prompt_ids; servers take messages, so give the text of the prompt"
         )
-    try:
-        if not all(isinstance(text, str) for text in _texts(row)):
-            raise TypeError("not text")
-        return messages_of(row)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"row {row['id']}: expected a list of turns or of messages, or a prompt, all of plain text; got something "
-            "else; correct the row or leave it out"
-        ) from error
-
-
-def _texts(row: dict[str, Any]) -> list[Any]:
-    if "turns" in row:
-        return list(row["turns"]) if isinstance(row["turns"], list) else [None]
-    if "prompt" in row:
-        return [row["prompt"]]
-    return [turn.get("content", turn.get("value")) for turn in row.get("messages") or row["conversations"]]
+    return messages_of(row)
 
 
 def _rename(items: Sequence[Item], renamed: Mapping[str, str]) -> list[Item]:

@@ -1,10 +1,12 @@
 """z-lab's checkpoint layout ↔ `DrafterConfig`: a flat Qwen3 config with `dflash_config`, and a strict tensor manifest.
 
 Keys are looked up in `dflash_config` first, then at top level; both rope dialects are read and both are written, since
-engines know one or the other and fall back silently. Keys that would change the function and are not implemented are
-refused by name.
+engines know one or the other and fall back silently. DFlash 2's own keys are written in `dflash_config`, where all
+engines look. Keys that would change the function and are not implemented are refused by name.
 
-Source: z-lab `dflash` 0.1.0 and its released v1 checkpoints.
+DFlash 2 stores its two codebooks without the suffix `.weight` of other matrices.
+
+Source: z-lab `dflash` 0.1.0 and its released checkpoints.
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ from typing import Any
 
 import torch
 
-from paceline.core.errors import CheckpointError, ConfigError, UnknownFormatError
-from paceline.drafter.config import SLIDING, DrafterConfig, default_target_layer_ids
+from paceline.checkpoint.rope import rope_theta, rope_to_json
+from paceline.core.errors import ConfigError, UnknownFormatError
+from paceline.drafter.config import DFLASH2_FIELDS, SLIDING, DrafterConfig, default_target_layer_ids
 from paceline.drafter.dflash import DFlash
+from paceline.drafter.dflash2 import DFlash2
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
+ARCHITECTURES = {"dflash": ARCHITECTURE, "dflash2": ARCHITECTURE_2}
+"""What a config calls each variant."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "input_embedding_scale": (None, 1.0),
     "output_multiplier": (None, 1.0),
@@ -32,17 +38,24 @@ _NESTED = {"block_size", "causal", "mask_token_id", "num_target_layers", "target
 """Keys of `dflash_config` that this reader knows."""
 
 
+def new_drafter(config: DrafterConfig) -> DFlash:
+    """Returns a module of the config's variant, with a new drafter's weights."""
+    return DFlash2(config) if config.variant == "dflash2" else DFlash(config)
+
+
 def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
-    """Returns the config of a z-lab v1 checkpoint.
+    """Returns the config of a z-lab checkpoint, of either variant.
 
     Raises:
         UnknownFormatError: another architecture.
         ConfigError: a key missing, out of range, or set to something not implemented.
     """
     architectures = raw.get("architectures") or []
-    if architectures != [ARCHITECTURE]:
-        raise UnknownFormatError(f"architectures: expected [{ARCHITECTURE!r}], got {architectures}")
-    nested = raw.get("dflash_config") or {}
+    variant = next((v for v, name in ARCHITECTURES.items() if architectures == [name]), None)
+    if variant is None:
+        expected = " or ".join(f"[{name!r}]" for name in ARCHITECTURES.values())
+        raise UnknownFormatError(f"architectures: expected {expected}, got {architectures}")
+    nested, own = raw.get("dflash_config") or {}, DFLASH2_FIELDS if variant == "dflash2" else ()
 
     def get(key: str, default: Any = None) -> Any:
         return nested.get(key, raw.get(key, default))
@@ -56,7 +69,7 @@ def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
     for key, implemented in _NEUTRAL.items():
         if get(key) not in implemented:
             raise ConfigError(f"{key}: {get(key)!r} is not implemented; expected one of {implemented}")
-    if unknown := sorted(set(nested) - _NESTED):
+    if unknown := sorted(set(nested) - _NESTED - set(own)):
         raise ConfigError(f"dflash_config: {unknown} are not known, so what they ask for would be ignored")
     layer_types, slides = tuple(get("layer_types") or ()), bool(get("use_sliding_window", False))
     if slides and not layer_types:
@@ -83,29 +96,19 @@ def config_from_json(raw: dict[str, Any]) -> DrafterConfig:
         layer_types=layer_types,
         sliding_window=get("sliding_window"),
         is_causal=causal,
-        rope_theta=_rope_theta(raw),
+        rope_theta=rope_theta(raw),
         rms_norm_eps=float(get("rms_norm_eps", 1e-6)),
         max_positions=int(get("max_position_embeddings", 8192)),
+        variant=variant,
+        **{key: int(need(key)) for key in own},
     )
-
-
-def _rope_theta(raw: dict[str, Any]) -> float:
-    parameters = raw.get("rope_parameters") or {}
-    scaling = parameters or raw.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        raise ConfigError(f"rope: expected the default type, got {kind!r}")
-    theta = parameters.get("rope_theta") or raw.get("rope_theta")
-    if theta is None:
-        raise ConfigError("rope_theta: expected in rope_parameters or at top level, found in neither")
-    return float(theta)
 
 
 def config_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the flat config that z-lab's package, vLLM and SGLang read. Pure."""
     sliding = SLIDING in config.layer_types
     raw: dict[str, Any] = {
-        "architectures": [ARCHITECTURE],
+        "architectures": [ARCHITECTURES[config.variant]],
         "model_type": "qwen3",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -127,35 +130,20 @@ def config_to_json(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "num_target_layers": config.num_target_layers,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
-        "rope_scaling": None,
-        "rope_theta": config.rope_theta,
+        **rope_to_json(config.rope_theta),
         "sliding_window": config.sliding_window,
         "tie_word_embeddings": False,
         "use_sliding_window": sliding,
         "vocab_size": config.vocab_size,
     }
+    if config.variant == "dflash2":
+        raw["dflash_config"] |= {key: getattr(config, key) for key in DFLASH2_FIELDS}
     if config.is_causal is not None:
         raw["is_causal"] = config.is_causal
     return raw
 
 
 def manifest(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Returns every tensor's name and shape, 11 · layers + 3 of them. Pure."""
+    """Returns every tensor's name and shape, 11 · layers + 3 of them, in DFlash 2 15 · layers + 6. Pure."""
     with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in DFlash(config).state_dict().items()}
-
-
-def check(config: DrafterConfig, tensors: dict[str, torch.Tensor], where: str) -> None:
-    """Raises `CheckpointError` naming every tensor that is missing, unknown or of another shape."""
-    expected = manifest(config)
-    problems = [f"missing {name} {shape}" for name, shape in expected.items() if name not in tensors]
-    problems += [f"unknown {name} {tuple(tensors[name].shape)}" for name in tensors if name not in expected]
-    problems += [
-        f"{name}: expected {shape}, got {tuple(tensors[name].shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
-    if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise CheckpointError(f"{where}: tensors do not match the config: {shown}")
+        return {name: tuple(tensor.shape) for name, tensor in new_drafter(config).state_dict().items()}

@@ -171,8 +171,9 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="KIND,KEY=VALUE",
-            help="What is compared, the baseline first: plain, dflash, lookup, transformers, transformers-lookup, "
-            "transformers-dflash, zlab, url or server; repeatable. 'dflash,block_size=4,name=short'.",
+            help="What is compared, the baseline first: plain, dflash, drafter, lookup, combined, transformers, "
+            "transformers-lookup, transformers-dflash, zlab, url or server; repeatable. "
+            "'dflash,block_size=4,name=short'.",
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first answer in about five minutes.")] = False,

@@ -37,13 +37,14 @@ def open_pair(pair: Pair) -> LLM:
             progress=report,
         )
     if pair.drafter == "auto" and llm.checkpoint is None:
-        note(f"no drafter ships for {pair.target}: decoding plainly; --drafter FOLDER names one")
+        hint = "--drafter FOLDER names one, --drafter lookup needs none"
+        note(f"no drafter ships for {pair.target}: decoding plainly; {hint}")
     return llm
 
 
 def describe(llm: LLM, drafter: str) -> dict[str, object]:
-    """Returns what a JSON document says of the pair: `drafter` is "shipped", a folder, or null."""
-    used = None if llm.checkpoint is None else "shipped" if drafter == "auto" else drafter
+    """Returns what a JSON document says of the pair: `drafter` is "shipped", null, or as the option has it."""
+    used = None if llm.drafter is None else "shipped" if drafter == "auto" else drafter
     chain = llm.block_size or (llm.drafter.block_size if llm.drafter else 1)
     return {
         "target": llm.target.spec.name,

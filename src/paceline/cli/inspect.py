@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli import options
+from paceline.cli import diagnosis, options
 from paceline.cli.decoding import open_pair
 from paceline.cli.output import fields, write_json
 from paceline.core.errors import ConfigError, IncompatiblePairError
@@ -32,13 +32,36 @@ def inspect(
     pair: Annotated[
         str | None, typer.Option(metavar="TARGET", help="Check the drafter against this target.")
     ] = None,
+    diagnose: Annotated[
+        bool,
+        typer.Option("--diagnose", help="Measure where its drafts fall on answers of the target, and why."),
+    ] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Prompts for --diagnose in place of those that ship."),
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Prompts that --diagnose has answered.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Longest answer of --diagnose.")
+    ] = None,
     offline: options.Offline = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Show what a drafter or a target is made of.
 
-    With --pair, also whether the two fit; exit code 1 says that they do not.
+    With --pair, also whether the two fit; exit code 1 says that they do not. With --diagnose, what the drafter does on
+    answers that the target writes: which slots fall, on which prompts, whether serving sees what training saw, and
+    which known faults match. About a minute for the default pair.
     """
+    amounts = {"num_prompts": num_prompts, "max_new_tokens": max_new_tokens}
+    given = {key: value for key, value in amounts.items() if value is not None}
+    if diagnose:
+        diagnosis.run(name, pair, data, given, offline=offline, as_json=as_json)
+        return
+    if unused := [f"--{key.replace('_', '-')}" for key in [*given, *(["data"] if data else [])]]:
+        raise ConfigError(f"{', '.join(unused)}: expected beside --diagnose; hint: add it")
     folder = _drafter_folder(name, pair or DEFAULT_TARGET)
     if folder is None and pair is not None:
         raise ConfigError(
@@ -66,13 +89,13 @@ def _drafter_folder(name: str, target: str) -> Path | None:
     config = folder / "config.json"
     if not config.is_file():
         return None
-    from paceline.checkpoint.zlab import ARCHITECTURE
+    from paceline.checkpoint.store import ARCHITECTURES
 
     try:
         architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures")
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{config}: expected a JSON object ({error}); hint: copy it again") from error
-    return folder if architectures == [ARCHITECTURE] else None
+    return folder if architectures in [[known] for known in ARCHITECTURES] else None
 
 
 def _target(name: str, offline: bool) -> dict[str, Any]:
@@ -85,15 +108,17 @@ def _drafter(folder: Path, pair: str | None, offline: bool) -> dict[str, Any]:
     from paceline.checkpoint.store import DrafterCheckpoint
 
     checkpoint = DrafterCheckpoint.load(folder)
-    tensors, ids = checkpoint.tensors, checkpoint.token_ids
+    tensors, config = checkpoint.tensors, checkpoint.config
+    ids = checkpoint.token_ids
+    num_known = getattr(config, "draft_vocab_size", config.vocab_size)
     found = {
         "kind": "drafter",
         "folder": str(folder),
         "num_parameters": sum(t.numel() for t in tensors.values()),
         "num_bytes": sum(t.numel() * t.element_size() for t in tensors.values()),
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
-        "num_draftable_tokens": checkpoint.config.vocab_size if ids is None else len(ids),
-        "config": asdict(checkpoint.config),
+        "num_draftable_tokens": num_known if ids is None else len(ids),
+        "config": asdict(config),
         "tensors": {key: list(tensor.shape) for key, tensor in tensors.items()},
         "provenance": checkpoint.provenance,
     }

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from paceline.cli import bench, chat, demo, doctor, generate, inspect, report, train, verify
+from paceline.cli import adapt, bench, chat, demo, doctor, generate, inspect, report, train, verify
 from paceline.cli.output import INTERRUPTED, arguments_given, in_words, say_error
 from paceline.core.errors import PacelineError
 
@@ -62,7 +62,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (demo, generate, chat, verify, bench, report, train, inspect, doctor):
+for command in (demo, generate, chat, verify, bench, report, train, adapt, inspect, doctor):
     app.add_typer(command.app)
 
 

@@ -38,7 +38,8 @@ class Pair:
         str,
         typer.Option(
             metavar="WHICH",
-            help="Drafter: a folder, 'auto' for the one that ships for the target, or 'none'.",
+            help="Drafter: a folder, 'auto' for the one that ships for the target, 'lookup' to copy from the text, "
+            "'combined' for both, or 'none'.",
         ),
     ] = "auto"
     block_size: Annotated[

@@ -1,8 +1,8 @@
-"""A block's per-slot distributions → a draft tree under a node budget.
+"""What a block drafter says of its slots → a draft tree under a node budget.
 
 A block drafter says for each slot which tokens are likely, but commits to one path only if asked to. The likeliest
-paths under those (independent) distributions form a tree, and the target judges a tree in one pass as cheaply as a
-chain of as many nodes.
+paths under those distributions form a tree, and the target judges a tree in one pass as cheaply as a chain of as many
+nodes. Slots may be independent of each other, or each look at the token before it: a lattice of candidates.
 
 Source: best-first growth as in DDTree (arXiv 2604.12989).
 """
@@ -16,11 +16,31 @@ from paceline.core.types import Proposal
 
 
 def grow(log_probs: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]], num_nodes: int) -> Proposal:
-    """Returns the tree of the `num_nodes` likeliest paths.
+    """Returns the tree of the `num_nodes` likeliest paths through independent slots.
 
     Args:
         log_probs: by slot, descending within a slot.
         tokens: the tokens they belong to.
+        num_nodes: as for `grow_lattice`, and so is the order of nodes. Pure.
+    """
+    return grow_lattice(
+        [[row] for row in log_probs], [[range(len(row))] for row in tokens], tokens, num_nodes
+    )
+
+
+def grow_lattice(
+    log_probs: Sequence[Sequence[Sequence[float]]],
+    candidates: Sequence[Sequence[Sequence[int]]],
+    tokens: Sequence[Sequence[int]],
+    num_nodes: int,
+) -> Proposal:
+    """Returns the tree of the `num_nodes` likeliest paths through a lattice.
+
+    Args:
+        log_probs: by slot and predecessor, descending within that row. A predecessor is a candidate of the slot before;
+            a single row holds behind all of them. The first slot's first row is behind the anchor.
+        candidates: which of the slot's candidates they belong to.
+        tokens: by slot, of its candidates.
         num_nodes: nodes of the tree; fewer where the candidates run out.
 
     Nodes come in order of their path's probability, so parents precede children and any front part is the best
@@ -28,14 +48,19 @@ def grow(log_probs: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]], 
     """
     nodes: list[int] = []
     parents: list[int] = []
-    frontier = [(-log_probs[0][0], 0, 0, 0)] if log_probs else []  # (cost of the path, parent, slot, rank)
+    frontier = (
+        [(-log_probs[0][0][0], 0, 0, 0, 0)] if log_probs else []
+    )  # cost of the path, parent, slot, row, rank
     while frontier and len(nodes) < num_nodes:
-        cost, parent, slot, rank = heapq.heappop(frontier)
-        nodes.append(tokens[slot][rank])
+        cost, parent, slot, row, rank = heapq.heappop(frontier)
+        costs, candidate = log_probs[slot][row], candidates[slot][row][rank]
+        nodes.append(tokens[slot][candidate])
         parents.append(parent)
-        if rank + 1 < len(tokens[slot]):
-            sibling = cost + log_probs[slot][rank] - log_probs[slot][rank + 1]
-            heapq.heappush(frontier, (sibling, parent, slot, rank + 1))
+        if rank + 1 < len(costs):
+            sibling = cost + costs[rank] - costs[rank + 1]
+            heapq.heappush(frontier, (sibling, parent, slot, row, rank + 1))
         if slot + 1 < len(tokens):
-            heapq.heappush(frontier, (cost - log_probs[slot + 1][0], len(nodes), slot + 1, 0))
+            below = log_probs[slot + 1]
+            row = candidate if len(below) > 1 else 0
+            heapq.heappush(frontier, (cost - below[row][0], len(nodes), slot + 1, row, 0))
     return Proposal(tuple(nodes), tuple(parents))

@@ -114,6 +114,7 @@ class NeuralDrafter(nn.Module, ABC):
     """
 
     config: NeuralConfig
+    _learned_ids: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -170,6 +171,29 @@ class NeuralDrafter(nn.Module, ABC):
         laws: Sequence[Law] | None = None,
     ) -> list[Proposal]:
         """Returns a tree of the `num_nodes` likeliest paths behind each anchor. Leaves contexts as they are."""
+
+    @property
+    def learned_ids(self) -> torch.Tensor | None:
+        """The tokens that it has learned to draft, (V',) ascending; `None` where nothing limits it."""
+        return self._learned_ids
+
+    def recall(self, token_ids: torch.Tensor | None) -> None:
+        """Notes which tokens it has learned to draft, where its weights do not say. Mutates: self."""
+        self._learned_ids = token_ids
+
+    def start(self, head_VD: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Tells a drafter, once before training, which tokens it shall learn. Mutates: what it owns of them.
+
+        Nothing here: the target's head, borrowed, can score any.
+
+        Args:
+            head_VD: the target's head.
+            token_ids: (V',) ascending.
+
+        Raises:
+            ConfigError: a drafter with a head of its own has learned others.
+        """
+        return
 
     @abstractmethod
     def forward_blocks(

@@ -9,6 +9,8 @@ from paceline.core.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 VARIANTS = ("dflash", "dflash2")
+DFLASH2_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Fields of `DrafterConfig` that only DFlash 2 looks at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,27 @@ class DrafterConfig:
             ),
             (self.head_dim % 2 == 0, f"head_dim: expected an even number, got {self.head_dim}"),
         ]
+        if self.variant == "dflash2":
+            checks += self._dflash2_checks()
         return found + [message for holds, message in checks if not holds]
+
+    def _dflash2_checks(self) -> list[tuple[bool, str]]:
+        size, width = self.conv_group_size, self.hidden_size
+        return [
+            (
+                self.conv_kernel_size >= 1,
+                f"conv_kernel_size: expected at least 1, got {self.conv_kernel_size}",
+            ),
+            (
+                size >= 1 and width % size == 0,
+                f"conv_group_size: expected a divisor of hidden_size {width}, got {size}",
+            ),
+            (self.selector_rank >= 1, f"selector_rank: expected at least 1, got {self.selector_rank}"),
+            (
+                1 <= self.selector_top_k <= self.vocab_size,
+                f"selector_top_k: expected 1…{self.vocab_size}, got {self.selector_top_k}",
+            ),
+        ]
 
     @property
     def num_draft_tokens(self) -> int:
@@ -131,7 +153,7 @@ class Eagle3Config:
         hidden_size, vocab_size, num_target_layers: the target's.
         num_heads, num_kv_heads, head_dim, intermediate_size, rope_theta, rms_norm_eps, max_positions: of the layer.
         target_layer_ids: tapped decoder layers of the target, 0-based outputs.
-        draft_vocab_size: rows of the own head.
+        draft_vocab_size: rows of the own head; of which tokens is a part of the weights.
     """
 
     block_size: int
@@ -147,6 +169,37 @@ class Eagle3Config:
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
     max_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        for problem in self._problems():
+            raise ConfigError(f"drafter config: {problem}")
+
+    def _problems(self) -> list[str]:
+        at_least_one = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+        found = [
+            f"{n}: expected at least 1, got {getattr(self, n)}" for n in at_least_one if getattr(self, n) < 1
+        ]
+        taps, depth = self.target_layer_ids, self.num_target_layers
+        checks = [
+            (
+                self.block_size >= 2,
+                f"block_size: expected at least 2 (anchor and one draft), got {self.block_size}",
+            ),
+            (
+                1 <= self.draft_vocab_size <= self.vocab_size,
+                f"draft_vocab_size: expected 1…{self.vocab_size} (the target's), got {self.draft_vocab_size}",
+            ),
+            (
+                bool(taps) and all(0 <= i < depth for i in taps) and list(taps) == sorted(set(taps)),
+                f"target_layer_ids: expected ascending layers in 0…{depth - 1}, got {list(taps)}",
+            ),
+            (
+                self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads == 0,
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
+            ),
+            (self.head_dim % 2 == 0, f"head_dim: expected an even number, got {self.head_dim}"),
+        ]
+        return found + [message for holds, message in checks if not holds]
 
     @property
     def num_draft_tokens(self) -> int:

@@ -10,14 +10,15 @@ stored, so nothing is ever cropped. `forward_blocks` is the same function for ma
 Source: DFlash (arXiv 2602.06036) §3. Deviation: the reference runs context and block through one forward call and
 crops its cache; same numbers (tests/test_drafter_parity.py).
 
-Shape suffixes: N sequences, A anchors, S slots, K drafts, T context tokens, R rows, D hidden, H heads, G kv heads,
-E head dim.
+Shape suffixes: N sequences, A anchors, B blocks of either, S slots, K drafts, T context tokens, R rows, D hidden,
+H heads, G kv heads, E head dim, V tokens that may be drafted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -32,20 +33,21 @@ from paceline.core.types import Proposal
 from paceline.drafter.base import Blocks, Heads, NeuralDrafter
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.context import ContextKV
-from paceline.drafter.layers import Layer, Projection, RMSNorm, Rope
+from paceline.drafter.layers import Attention, Layer, Projection, RMSNorm, Rope
 
 
 class DFlash(NeuralDrafter):
     """A DFlash v1 drafter."""
 
     config: DrafterConfig
+    layer_class: ClassVar[type[Layer]] = Layer
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
         self.fc = Projection(config.hidden_size * len(config.target_layer_ids), config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._heads: Heads | None = None
         self._head: Product | None = None
@@ -80,7 +82,7 @@ class DFlash(NeuralDrafter):
         for module in self.modules():
             if isinstance(module, Projection):
                 module.freeze()
-        return self.eval()
+        return self.eval().requires_grad_(False)
 
     def open(self, capacity: int) -> ContextKV:
         """Returns an empty context with room for `capacity` tokens."""
@@ -124,9 +126,20 @@ class DFlash(NeuralDrafter):
         trained for and cut: a sequence's drafts do not depend on who travels with it.
         """
         width = num_draft_tokens if self.is_causal else self.config.num_draft_tokens
-        guesses_NKV = self._guesses(anchors, contexts, width, laws)
-        drafted_NK = self._named(guesses_NKV.argmax(dim=-1))[:, :num_draft_tokens]
-        return [Proposal.chain(tokens) for tokens in drafted_NK.tolist()]
+        chains = self._chains(anchors, contexts, width, laws)
+        return [Proposal.chain(tokens[:num_draft_tokens]) for tokens in chains]
+
+    def _chains(
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[ContextKV],
+        width: int,
+        laws: Sequence[Law] | None,
+    ) -> list[list[int]]:
+        """Returns the best guess at each of `width` slots."""
+        guesses_NKV = self._guesses(self._draft_states(anchors, contexts, width), contexts, laws)
+        chains: list[list[int]] = self._named(guesses_NKV.argmax(dim=-1)).tolist()
+        return chains
 
     @torch.inference_mode()
     def draft_trees(
@@ -136,16 +149,26 @@ class DFlash(NeuralDrafter):
         num_nodes: int,
         laws: Sequence[Law] | None = None,
     ) -> list[Proposal]:
-        """Returns the tree of the `num_nodes` likeliest paths under the slots' (independent) distributions."""
+        """Returns the tree of the `num_nodes` likeliest paths behind each anchor. Leaves contexts as they are."""
         depth = self.config.num_draft_tokens
         if self.is_causal:
             depth = min(depth, num_nodes)  # no tree is deeper than it has nodes
+        return self._trees(anchors, contexts, depth, num_nodes, laws)
+
+    def _trees(
+        self,
+        anchors: Sequence[int],
+        contexts: Sequence[ContextKV],
+        depth: int,
+        num_nodes: int,
+        laws: Sequence[Law] | None,
+    ) -> list[Proposal]:
+        """Returns the likeliest paths under the slots' (independent) distributions."""
         log_probs, tokens = self.candidates(anchors, contexts, depth, min(16, num_nodes), laws)
-        packed = torch.stack([log_probs.double(), tokens.double()]).tolist()  # one copy to the host for both
-        return [
-            grow(costs, [[int(t) for t in slot] for slot in ids], num_nodes)
-            for costs, ids in zip(*packed, strict=True)
-        ]
+        packed = torch.stack(
+            [log_probs.double(), tokens.double()], dim=1
+        ).tolist()  # one copy to the host for both
+        return [grow(costs, [[int(t) for t in slot] for slot in ids], num_nodes) for costs, ids in packed]
 
     @torch.inference_mode()
     def candidates(
@@ -161,29 +184,10 @@ class DFlash(NeuralDrafter):
         There are fewer where fewer tokens can be drafted. Where laws are given, the probability is that of being drawn
         as far as the drafter can tell, their noise known.
         """
-        log_probs_NKV = self._guesses(anchors, contexts, num_draft_tokens, laws).log_softmax(dim=-1)
+        states_NKD = self._draft_states(anchors, contexts, num_draft_tokens)
+        log_probs_NKV = self._guesses(states_NKD, contexts, laws).log_softmax(dim=-1)
         best, ranks = log_probs_NKV.topk(min(width, log_probs_NKV.shape[-1]), dim=-1)
         return best, self._named(ranks)
-
-    def _guesses(
-        self,
-        anchors: Sequence[int],
-        contexts: Sequence[ContextKV],
-        num_draft_tokens: int,
-        laws: Sequence[Law] | None,
-    ) -> torch.Tensor:
-        """Returns `draft_logits`, with the noise of the laws where there are any."""
-        logits_NKV = self.draft_logits(anchors, contexts, num_draft_tokens)
-        if laws is None:
-            return logits_NKV
-        rows = zip(logits_NKV, contexts, laws, strict=True)
-        return torch.stack(
-            [law.perturb(logits_KV, c.length + 1, self._token_ids) for logits_KV, c, law in rows]
-        )
-
-    def _named(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the token ids of rows of the head in use."""
-        return rows if self._token_ids is None else self._token_ids[rows]
 
     @torch.inference_mode()
     def draft_logits(
@@ -193,45 +197,50 @@ class DFlash(NeuralDrafter):
 
         V counts the tokens that `bind` allowed.
         """
-        assert self._heads is not None and self._head is not None, (
-            "bind() the drafter to a target's heads first"
-        )
-        num_seq, num_slots = len(anchors), num_draft_tokens + 1
-        ids = torch.full((num_seq, num_slots), self.config.mask_token_id, device=self.fc.weight.device)
-        ids[:, 0] = torch.tensor(anchors, device=ids.device)
-        starts = torch.tensor([c.length for c in contexts], device=ids.device)
-        positions = slot_positions(starts, num_slots)
-        x = self._heads.embed(ids).reshape(num_seq * num_slots, -1).to(self.fc.weight.dtype)
-        rope = self._rope(positions.flatten(), x.dtype)
-        for i, (layer, rule) in enumerate(zip(self.layers, self.config.layer_rules, strict=True)):
-            x = self._draft_layer(i, layer, rule, x, rope, positions, contexts)  # type: ignore[arg-type]
-        drafted = self.norm(x).view(num_seq, num_slots, -1)[:, 1:]
-        return self._head(drafted.reshape(num_seq * num_draft_tokens, -1)).view(num_seq, num_draft_tokens, -1)
+        return self._logits(self._draft_states(anchors, contexts, num_draft_tokens))
 
-    def _draft_layer(
-        self,
-        index: int,
-        layer: Layer,
-        rule: LayerRule,
-        x: torch.Tensor,
-        rope: Rope,
-        positions: torch.Tensor,
-        contexts: Sequence[ContextKV],
+    def _guesses(
+        self, states_NKD: torch.Tensor, contexts: Sequence[ContextKV], laws: Sequence[Law] | None
     ) -> torch.Tensor:
-        normed = layer.input_layernorm(x)
-        q, k, v = (
-            rows.view(*positions.shape, *rows.shape[1:]).transpose(1, 2)
-            for rows in (
-                layer.self_attn.queries(normed, rope),
-                layer.self_attn.keys(normed, rope),
-                layer.self_attn.values(normed),
-            )
+        """Returns logits (N, K, V), with the noise of the laws where there are any."""
+        logits_NKV = self._logits(states_NKD)
+        if laws is None:
+            return logits_NKV
+        rows = zip(logits_NKV, contexts, laws, strict=True)
+        return torch.stack(
+            [law.perturb(logits_KV, c.length + 1, self._token_ids) for logits_KV, c, law in rows]
         )
-        attended = [
-            _attend_one(q[n], k[n], v[n], context.view(index, rule.window), positions[n], rule)
-            for n, context in enumerate(contexts)
-        ]
-        return layer.finish(x, torch.cat(attended))
+
+    def _logits(self, states_NKD: torch.Tensor) -> torch.Tensor:
+        assert self._head is not None, "bind() the drafter to a target's heads first"
+        return self._head(states_NKD.flatten(0, 1)).view(*states_NKD.shape[:2], -1)
+
+    def _named(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the token ids of rows of the head in use."""
+        return rows if self._token_ids is None else self._token_ids[rows]
+
+    def _draft_states(
+        self, anchors: Sequence[int], contexts: Sequence[ContextKV], num_draft_tokens: int
+    ) -> torch.Tensor:
+        """Returns normed states (N, K, D) of the slots behind each anchor."""
+        assert self._heads is not None, "bind() the drafter to a target's heads first"
+        device, rules = self.fc.weight.device, self.config.layer_rules
+        ids_NS = self._block_ids(torch.tensor(anchors, device=device), num_draft_tokens + 1)
+        starts_N = torch.tensor([c.length for c in contexts], device=device)
+        positions_NS = slot_positions(starts_N, num_draft_tokens + 1)
+        x_NSD = self._heads.embed(ids_NS).to(self.fc.weight.dtype)
+        rope = self._rope(positions_NS.flatten(), x_NSD.dtype)
+
+        def attend(index: int, normed_NSD: torch.Tensor) -> torch.Tensor:
+            q, k, v = (rows.transpose(1, 2) for rows in self._block_qkv(index, normed_NSD, rope))
+            rule = rules[index]
+            attended = [
+                _attend_one(q[n], k[n], v[n], context.view(index, rule.window), positions_NS[n], rule)
+                for n, context in enumerate(contexts)
+            ]
+            return torch.stack(attended).flatten(2)
+
+        return self._drafted(x_NSD, attend)
 
     # What both need --------------------------------------------------------------------------------------------------
 
@@ -246,6 +255,35 @@ class DFlash(NeuralDrafter):
         rope = self._rope(positions_R, fused.dtype)
         attentions = [layer.self_attn for layer in self.layers]
         return [a.keys(fused, rope) for a in attentions], [a.values(fused) for a in attentions]  # type: ignore
+
+    def _block_ids(self, anchors_B: torch.Tensor, num_slots: int) -> torch.Tensor:
+        """Returns what the slots of blocks hold, (B, S): the anchor, then masks."""
+        ids_BS = torch.full((len(anchors_B), num_slots), self.config.mask_token_id, device=anchors_B.device)
+        ids_BS[:, 0] = anchors_B
+        return ids_BS
+
+    def _block_qkv(
+        self, index: int, normed_BSD: torch.Tensor, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns a layer's queries (B, S, H, E), keys and values (B, S, G, E) of its normed slots."""
+        attention: Attention = self.layers[index].self_attn  # type: ignore[assignment]
+        sizes, rows_RD = normed_BSD.shape[:2], normed_BSD.flatten(0, 1)
+        q, k, v = attention.queries(rows_RD, rope), attention.keys(rows_RD, rope), attention.values(rows_RD)
+        return q.unflatten(0, sizes), k.unflatten(0, sizes), v.unflatten(0, sizes)
+
+    def _drafted(
+        self, x_BSD: torch.Tensor, attend: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Returns normed states (B, K, D) of the drafted slots.
+
+        Args:
+            x_BSD: what the slots hold, embedded.
+            attend: layer's index and normed slots ↦ what its heads attended to, (B, S, H · E).
+        """
+        for index, layer in enumerate(self.layers):
+            x_BSD = layer(x_BSD, partial(attend, index))
+        drafted: torch.Tensor = self.norm(x_BSD)[:, 1:]
+        return drafted
 
     # What a trainer needs --------------------------------------------------------------------------------------------
 
@@ -264,28 +302,25 @@ class DFlash(NeuralDrafter):
         lengths = [d.hidden.shape[0] for d in documents]
         context_positions = torch.cat([torch.arange(n, device=embed_VD.device) for n in lengths])
         keys, values = self._context_kv(torch.cat([d.hidden for d in documents]), context_positions)
-        anchors = torch.cat([d.anchors for d in documents])
-        positions_AS = slot_positions(anchors, slots)
-        ids = torch.full((len(anchors), slots), self.config.mask_token_id, device=embed_VD.device)
-        ids[:, 0] = torch.cat([d.block_ids[:, 0] for d in documents])
-        x = embed_VD[ids]
-        x = x.view(len(anchors) * slots, -1)
-        rope = self._rope(positions_AS.flatten(), x.dtype)
-        counts = [len(d.anchors) for d in documents]
-        for i, (layer, rule) in enumerate(zip(self.layers, self.config.layer_rules, strict=True)):
-            normed = layer.input_layernorm(x)  # type: ignore[operator]
-            attention = layer.self_attn
-            q, k, v = attention.queries(normed, rope), attention.keys(normed, rope), attention.values(normed)  # type: ignore
+        positions_AS = slot_positions(torch.cat([d.anchors for d in documents]), slots)
+        x_ASD = embed_VD[self._block_ids(torch.cat([d.block_ids[:, 0] for d in documents]), slots)]
+        rope = self._rope(positions_AS.flatten(), x_ASD.dtype)
+        counts, rules = [len(d.anchors) for d in documents], self.config.layer_rules
+
+        def attend(index: int, normed_ASD: torch.Tensor) -> torch.Tensor:
+            q, k, v = self._block_qkv(index, normed_ASD, rope)
             blocks = zip(
-                *(rows.view(len(anchors), slots, *rows.shape[1:]).split(counts) for rows in (q, k, v)),
-                keys[i].split(lengths),
-                values[i].split(lengths),
+                q.split(counts),
+                k.split(counts),
+                v.split(counts),
+                keys[index].split(lengths),
+                values[index].split(lengths),
                 positions_AS.split(counts),
                 strict=True,
             )
-            x = layer.finish(x, torch.cat([_attend_blocks(*block, rule) for block in blocks]))  # type: ignore
-        out: torch.Tensor = self.norm(x).view(len(anchors), slots, -1)[:, 1:]
-        return out
+            return torch.cat([_attend_blocks(rules[index], *block) for block in blocks])
+
+        return self._drafted(x_ASD, attend)
 
 
 def _attend_one(
@@ -315,15 +350,15 @@ def _attend_one(
 
 
 def _attend_blocks(
+    rule: LayerRule,
     q_ASHE: torch.Tensor,
     k_ASGE: torch.Tensor,
     v_ASGE: torch.Tensor,
     context_keys_TGE: torch.Tensor,
     context_values_TGE: torch.Tensor,
     positions_AS: torch.Tensor,
-    rule: LayerRule,
 ) -> torch.Tensor:
-    """Returns what the blocks of one document attend to, (A · S, H, E).
+    """Returns what the blocks of one document attend to, (A, S, H · E).
 
     One softmax over two score matrices, context and own block, so no block pays for the keys of another.
     """
@@ -353,5 +388,5 @@ def _attend_blocks(
     block_values = v_ASGE.transpose(1, 2)
     from_block = from_block.transpose(0, 1).reshape(num_anchors, groups, -1, slots) @ block_values
     attended = attended + from_block.view(num_anchors, groups, *shape[2:], dim).transpose(0, 1)
-    out: torch.Tensor = attended.permute(1, 3, 0, 2, 4).reshape(num_anchors * slots, heads, dim)
+    out: torch.Tensor = attended.permute(1, 3, 0, 2, 4).reshape(num_anchors, slots, heads * dim)
     return out

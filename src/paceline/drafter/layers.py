@@ -2,17 +2,27 @@
 
 Parameter names are those of the checkpoint format, so a state dict is a checkpoint.
 
-Shape suffixes: R rows, H query heads, G kv heads, E head dim, D hidden.
+Shape suffixes: R rows, B blocks, S slots, H query heads, G kv heads, E head dim, D hidden.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from paceline.core.product import Product, linear
-from paceline.drafter.config import DrafterConfig
+from paceline.drafter.config import DrafterConfig, NeuralConfig
+
+
+def random_weight(*sizes: int) -> nn.Parameter:
+    """Returns a weight drawn from N(0, 0.02²)."""
+    weight = nn.Parameter(torch.empty(*sizes))
+    if not weight.is_meta:  # to fill nothing at random, PyTorch would load its compiler for seconds
+        nn.init.normal_(weight, std=0.02)
+    return weight
 
 
 class Projection(nn.Module):
@@ -20,9 +30,7 @@ class Projection(nn.Module):
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_out, num_in))
-        if not self.weight.is_meta:  # to fill nothing at random, PyTorch would load its compiler for seconds
-            nn.init.normal_(self.weight, std=0.02)
+        self.weight = random_weight(num_out, num_in)
         self._product: Product | None = None
 
     def freeze(self) -> None:
@@ -43,7 +51,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -78,7 +86,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: NeuralConfig) -> None:
         super().__init__()
         self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
         self.up_proj = Projection(config.hidden_size, config.intermediate_size)
@@ -99,9 +107,14 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def finish(self, x_RD: torch.Tensor, attended_RHE: torch.Tensor) -> torch.Tensor:
-        """Returns the layer's output from its input and what its heads attended to."""
-        x = x_RD + self.self_attn.o_proj(attended_RHE.reshape(x_RD.shape[0], -1))
+    def forward(self, x_BSD: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Returns the layer's output (B, S, D).
+
+        Args:
+            x_BSD: its input, block by block.
+            attend: normed input ↦ what the heads of each slot attended to, (B, S, H · E).
+        """
+        x = x_BSD + self.self_attn.o_proj(attend(self.input_layernorm(x_BSD)))
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

@@ -142,6 +142,24 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
 
 
+def memory_limit_bytes(device: torch.device) -> int | None:
+    """Returns what `peak_memory_bytes` may come to: held now and free; `None` where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+    sizes: dict[str, int] = {}
+    try:
+        for path in ("/proc/meminfo", "/proc/self/status"):
+            for line in Path(path).read_text(encoding="utf-8").splitlines():
+                if line.startswith(("MemAvailable:", "VmRSS:")):
+                    sizes[path] = 1024 * int(line.split()[1])
+        group = Path("/sys/fs/cgroup/memory.max")
+        limit = group.read_text(encoding="ascii").strip() if group.exists() else "max"
+    except OSError:
+        return None
+    total = sum(sizes.values())
+    return total if limit == "max" else min(total, int(limit))
+
+
 @dataclass(frozen=True, slots=True)
 class RowProbe:
     """Whether a row's logits depend on the rows that travel with it.

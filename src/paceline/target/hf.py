@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import nn
@@ -164,13 +165,36 @@ class HFTarget:
             raise UnsupportedTargetError(
                 f"{self.spec.architecture} has no output head that a drafter could borrow"
             )
-        bias = getattr(head, "bias", None)
+        bias, weight = _gathered(getattr(head, "bias", None)), _gathered(head.weight)
+        embed_weight = _gathered(embedding.weight)
         return TargetHeads(
-            embed=embedding,
-            lm_head=lambda x: F.linear(x.to(self.dtype), head.weight, bias).to(self._logits_dtype),
-            embed_weight=embedding.weight,
-            head_weight=head.weight,
+            embed=embedding
+            if embed_weight is embedding.weight
+            else partial(F.embedding, weight=embed_weight),
+            lm_head=lambda x: F.linear(x.to(self.dtype), weight, bias).to(self._logits_dtype),
+            embed_weight=embed_weight,
+            head_weight=weight,
         )
+
+    def shard(self, device: torch.device) -> None:
+        """Spreads the weights over all processes of the default group, for a model that fits no single device.
+
+        Layer by layer a pass gathers the weights and lets them go again, so all processes must make the same number
+        of passes, each over its own rows. `heads` gathers too. Mutates: the weights, which move to `device`.
+
+        Raises:
+            UnsupportedTargetError: no process group, as torchrun and `init_process_group` make one.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise UnsupportedTargetError(
+                "shard: expected a group of processes, found none; hint: start the run with torchrun"
+            )
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard  # takes seconds to import, and few runs need it
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for module in (*self._layers, self._model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
     @property
     def _logits_dtype(self) -> torch.dtype:
@@ -290,6 +314,11 @@ class HFTarget:
             sees &= below[:, None] - keys < window
         mask = torch.zeros(sees.shape, dtype=self.dtype).masked_fill_(~sees, torch.finfo(self.dtype).min)
         return mask[None, None].to(self.device)
+
+
+def _gathered(weight: Any) -> Any:
+    """Returns a weight in one piece, wherever its pieces are."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def _is_ring(layer: object) -> bool:

@@ -85,11 +85,12 @@ class TextCodec:
         spelled = [self._encode("bad_words", word, add_special_tokens=False) for word in (bare, f" {bare}")]
         return list(dict.fromkeys(map(tuple, spelled)))
 
-    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def render_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
         """Returns the ids of a conversation by the model's chat template, up to where the assistant begins.
 
         Args:
             messages: `{"role": ..., "content": ...}`, roles system, user, assistant or tool.
+            add_generation_prompt: without it the ids end with the last message.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
@@ -101,7 +102,9 @@ class TextCodec:
             )
         _check_messages(messages)
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         except Exception as error:  # a template is a program of the model's author; it may raise anything
             raise RequestError(f"messages: the model's chat template refuses them ({error})") from error
         return self._encode("messages", str(text), add_special_tokens=False)

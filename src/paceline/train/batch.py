@@ -2,7 +2,7 @@
 
 Everything is a function of (seed, epoch) or (seed, step), so a resumed run draws what an uninterrupted one would.
 
-Shape suffixes: A anchors, K drafts.
+Shape suffixes: A anchors, K drafts, C likeliest tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.drafter.base import Blocks
-from paceline.train.features import Document
-
-IGNORED = -1
-"""Label of a slot that is not supervised."""
+from paceline.train.features import ABSENT, Document
+from paceline.train.losses import IGNORED, SoftLabels
+from paceline.train.prefill import hidden_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +33,25 @@ class DraftVocabulary:
 
     @classmethod
     def covering(
-        cls, documents: Sequence[Document], vocab_size: int, max_tokens: int | None
+        cls,
+        documents: Sequence[Document],
+        vocab_size: int,
+        max_tokens: int | None,
+        learned: torch.Tensor | None = None,
     ) -> DraftVocabulary:
-        """Returns the `max_tokens` commonest response tokens (all of the vocabulary for `None`). Pure."""
+        """Returns the `max_tokens` commonest response tokens (all of the vocabulary for `None`). Pure.
+
+        Args:
+            learned: tokens that come before all others: those that the drafter has learned to draft before.
+        """
         kept = torch.arange(vocab_size)
         if max_tokens is not None and max_tokens < vocab_size:
             counts = torch.zeros(vocab_size, dtype=torch.long)
             for document in documents:
-                response = document.token_ids[document.num_prompt_tokens :]
-                counts += torch.bincount(response, minlength=vocab_size)
+                answers = document.token_ids[document.supervised]
+                counts += torch.bincount(answers, minlength=vocab_size)
+            if learned is not None:
+                counts[learned] += counts.sum() + 1
             kept = counts.argsort(descending=True, stable=True)[:max_tokens].sort().values
         index = torch.full((vocab_size,), IGNORED)
         index[kept] = torch.arange(len(kept))
@@ -63,12 +72,14 @@ class TrainBatch:
 
     Args:
         documents: input of `NeuralDrafter.forward_blocks`.
-        labels: (A, K) draft-vocabulary index of the token at each drafted slot, `IGNORED` beyond the document's end
-            or outside the vocabulary.
+        labels: (A, K) draft-vocabulary index of the token at each drafted slot, `IGNORED` behind the end of the
+            anchor's answer or outside the vocabulary.
+        soft: what the target said of these slots, in draft-vocabulary indices, where the documents know it.
     """
 
     documents: list[Blocks]
     labels: torch.Tensor
+    soft: SoftLabels | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -111,6 +122,12 @@ class BlockSampler:
             raise ConfigError(
                 "training data: expected documents with responses of at least two tokens, got none"
             )
+        kinds = {0 if d.top_ids is None else d.top_ids.shape[1] for d in self.documents}
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"training data: expected documents with equally many likeliest tokens, got {sorted(kinds)}; "
+                "hint: one value of regenerate.top_log_probs"
+            )
         self._device, self._dtype, self._vocabulary = like.device, like.dtype, vocabulary
         self._blocks_per_step, self._per_document, self._seed = blocks_per_step, anchors_per_document, seed
         self._order: tuple[int, list[int]] = (-1, [])
@@ -132,22 +149,43 @@ class BlockSampler:
 
     def assemble(self, chosen: Sequence[tuple[Document, torch.Tensor]], num_drafts: int) -> TrainBatch:
         """Returns the batch of given anchors."""
-        blocks, labels = [], []
-        for document, anchors in chosen:
+        blocks, labels, soft = [], [], list[SoftLabels]()
+        hidden = hidden_of([document for document, _ in chosen])
+        for (document, anchors), rows in zip(chosen, hidden, strict=True):
             last = int(anchors.max())
             positions = anchors[:, None] + torch.arange(num_drafts + 1)
             inside = positions < len(document.token_ids)
-            ids = document.token_ids[positions.clamp(max=len(document.token_ids) - 1)]
+            positions = positions.clamp(max=len(document.token_ids) - 1)
+            ids = document.token_ids[positions]
+            answered = (inside & document.supervised[positions]).cumprod(dim=1)[:, 1:] == 1
             blocks.append(
                 Blocks(
-                    hidden=document.hidden[:last].to(self._device, self._dtype),
+                    hidden=rows[:last].to(self._device, self._dtype),
                     token_ids=document.token_ids[:last].to(self._device),
                     anchors=anchors.to(self._device),
                     block_ids=ids.to(self._device),
                 )
             )
-            labels.append(torch.where(inside, self._vocabulary.index[ids], IGNORED)[:, 1:])
-        return TrainBatch(blocks, torch.cat(labels).to(self._device))
+            labels.append(torch.where(answered, self._vocabulary.index[ids[:, 1:]], IGNORED))
+            soft += self._soft(document, positions[:, 1:], answered)
+        return TrainBatch(blocks, torch.cat(labels).to(self._device), self._joined(soft))
+
+    def _soft(
+        self, document: Document, positions_AK: torch.Tensor, answered_AK: torch.Tensor
+    ) -> list[SoftLabels]:
+        """Returns what the target said of slots, in a list; an empty one where the document does not know it."""
+        if document.top_ids is None or document.top_log_probs is None:
+            return []
+        top_AKC = document.top_ids[positions_AK].long()
+        said_AKC = answered_AK[..., None] & (top_AKC != ABSENT)
+        ids_AKC = torch.where(said_AKC, self._vocabulary.index[top_AKC.clamp(min=0)], IGNORED)
+        return [SoftLabels(ids_AKC, document.top_log_probs[positions_AK].to(self._dtype))]
+
+    def _joined(self, soft: Sequence[SoftLabels]) -> SoftLabels | None:
+        if not soft:
+            return None
+        ids, log_probs = torch.cat([s.ids for s in soft]), torch.cat([s.log_probs for s in soft])
+        return SoftLabels(ids.to(self._device), log_probs.to(self._device))
 
     def _shuffled(self, epoch: int) -> list[int]:
         if self._order[0] != epoch:
@@ -157,11 +195,15 @@ class BlockSampler:
 
 
 def num_anchors(document: Document) -> int:
-    """Returns how many response tokens can be anchors: all that another token follows. Pure."""
-    return max(0, len(document.token_ids) - 1 - document.num_prompt_tokens)
+    """Returns how many tokens of answers can be anchors: all that another token of the same answer follows. Pure."""
+    return len(_anchors(document))
 
 
 def draw_anchors(document: Document, count: int, rng: torch.Generator) -> torch.Tensor:
     """Returns up to `count` distinct anchor positions of a document, ascending. Mutates: the generator."""
-    positions = torch.randperm(num_anchors(document), generator=rng)[:count]
-    return positions.sort().values + document.num_prompt_tokens
+    positions = _anchors(document)
+    return positions[torch.randperm(len(positions), generator=rng)[:count]].sort().values
+
+
+def _anchors(document: Document) -> torch.Tensor:
+    return (document.supervised[:-1] & document.supervised[1:]).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""Muon for matrices, Adam for the rest, in float32; learning rates are pure functions of the step.
+"""Muon for matrices, Adam for the rest, in the weights' dtype; learning rates are pure functions of the step.
 
 Muon replaces each matrix's momentum by its nearest semi-orthogonal matrix (Newton-Schulz) and scales it to Adam's
 typical update size. `torch.optim.Muon` orthogonalises in bfloat16, which processors without bfloat16 products emulate
@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+
+from paceline.drafter.base import NeuralDrafter
+from paceline.drafter.layers import Projection
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -83,6 +86,20 @@ def _bands(matrix: torch.Tensor, block_rows: int | None) -> torch.Tensor:
     if block_rows is None or rows <= block_rows or rows % block_rows:
         return matrix[None]
     return matrix.view(rows // block_rows, block_rows, -1)
+
+
+def split_parameters(drafter: NeuralDrafter) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Returns the trained matrices for Muon, and the rest: norms, kernels, and what has a row for each token.
+
+    A table of tokens is no map between spaces, and most of its rows have no gradient in most steps: orthogonalising it
+    would move every row, seen or not. Pure.
+    """
+    config = drafter.config
+    tables = {config.vocab_size, getattr(config, "draft_vocab_size", config.vocab_size)}
+    weights = [m.weight for m in drafter.modules() if isinstance(m, Projection)]
+    maps = {id(w) for w in weights if w.shape[0] not in tables}
+    trained = [p for p in drafter.parameters() if p.requires_grad]
+    return [p for p in trained if id(p) in maps], [p for p in trained if id(p) not in maps]
 
 
 def schedule(step: int, *, max_steps: int, warmup_steps: int, decay_steps: int) -> float:

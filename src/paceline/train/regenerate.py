@@ -14,13 +14,12 @@ from pathlib import Path
 
 import torch
 
-from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.core.types import Completion, Request
 from paceline.engine.engine import Engine
 from paceline.target.base import Target
 from paceline.train.data import Prompt, digest
-from paceline.train.features import Document, FeatureRecorder, Recording, read_shard, write_shard
+from paceline.train.features import Document, FeatureRecorder, Recording, blank_top, fill_shards, identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,7 @@ class RegenerateSettings:
         num_sequences: sequences decoded together.
         prompts_per_shard: prompts in a shard.
         seed: key of the sampled responses.
+        top_log_probs: likeliest tokens kept at each position of a response, with the target's own log-probabilities.
     """
 
     max_new_tokens: int = 200
@@ -40,12 +40,7 @@ class RegenerateSettings:
     num_sequences: int = 64
     prompts_per_shard: int = 256
     seed: int = 0
-
-
-def shard_paths(folder: Path, num_prompts: int, settings: RegenerateSettings) -> list[Path]:
-    """Returns the paths of all shards of a run, present or not. Pure."""
-    count = -(-num_prompts // settings.prompts_per_shard)
-    return [folder / f"features-{i:05d}.safetensors" for i in range(count)]
+    top_log_probs: int = 0
 
 
 def regenerate(
@@ -56,39 +51,34 @@ def regenerate(
     settings: RegenerateSettings,
     on_tokens: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Path]:
-    """Yields each shard's path once it is complete; complete shards of an earlier run are checked and kept.
+    """Yields each shard's path once it is there; shards of an earlier run are kept.
 
     Args:
+        target_layer_ids: layers to tap; with none of them a shard holds tokens and no hidden states.
         on_tokens: told how many tokens were just decoded.
 
     Raises:
         ConfigError: a shard in `folder` was made from other prompts or settings.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+
+    def describe(part: Sequence[Prompt]) -> dict[str, object]:
+        return identity(target, target_layer_ids) | {
+            "prompts": digest(part),
+            "max_new_tokens": settings.max_new_tokens,
+            "temperatures": list(settings.temperatures),
+            "seed": settings.seed,
+            "top_log_probs": settings.top_log_probs,
+        }
+
     size = settings.prompts_per_shard
-    for index, path in enumerate(shard_paths(folder, len(prompts), settings)):
-        part = prompts[index * size : (index + 1) * size]
-        identity = _identity(part, target, target_layer_ids, settings)
-        if path.exists():
-            _, found = read_shard(path)
-            if found != identity:
-                raise ConfigError(f"{path}: made from other prompts or settings; hint: use another folder")
-        else:
-            write_shard(path, _documents(part, target, target_layer_ids, settings, on_tokens), identity)
-        yield path
-
-
-def _identity(
-    part: Sequence[Prompt], target: Target, target_layer_ids: Sequence[int], settings: RegenerateSettings
-) -> dict[str, object]:
-    return {
-        "prompts": digest(part),
-        "target": target.spec.name,
-        "target_layer_ids": list(target_layer_ids),
-        "max_new_tokens": settings.max_new_tokens,
-        "temperatures": list(settings.temperatures),
-        "seed": settings.seed,
-    }
+    parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    yield from fill_shards(
+        folder,
+        parts,
+        describe,
+        lambda part: _documents(part, target, target_layer_ids, settings, on_tokens),
+        has_hidden=bool(target_layer_ids),
+    )
 
 
 def _documents(
@@ -109,6 +99,7 @@ def _documents(
                 max_new_tokens=settings.max_new_tokens,
                 temperature=settings.temperatures[i % len(settings.temperatures)],
                 seed=settings.seed + i,
+                logprobs=settings.top_log_probs or None,
             )
             engine.add(Request(str(i), part[i].token_ids, params))
         while engine.has_work:
@@ -116,11 +107,21 @@ def _documents(
     finally:
         engine.close()
     recordings = dict(zip(by_length, recorder.recordings, strict=True))
-    return [_document(engine.take_completion(str(i)), recordings[i]) for i in range(len(part))]
+    return [
+        _document(engine.take_completion(str(i)), recordings[i], settings.top_log_probs)
+        for i in range(len(part))
+    ]
 
 
-def _document(completion: Completion, recording: Recording) -> Document:
+def _document(completion: Completion, recording: Recording, num_top: int) -> Document:
     ids = torch.tensor([*completion.prompt_ids, *completion.token_ids])
     rows = torch.cat(recording.rows)[: len(ids) - 1]
     hidden = torch.cat([rows, rows.new_zeros(len(ids) - rows.shape[0], rows.shape[1])])
-    return Document(ids, len(completion.prompt_ids), hidden)
+    supervised = torch.arange(len(ids)) >= len(completion.prompt_ids)
+    if not num_top:
+        return Document(ids, supervised, hidden)
+    top_ids, top_log_probs = blank_top(len(ids), num_top)
+    for row, said in enumerate(completion.logprobs or (), len(completion.prompt_ids)):
+        for column, (token, log_prob) in enumerate(said.top):
+            top_ids[row, column], top_log_probs[row, column] = token, log_prob
+    return Document(ids, supervised, hidden, top_ids, top_log_probs)

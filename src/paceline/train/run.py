@@ -1,37 +1,32 @@
-"""One recipe from prompts to weights: regenerate → train → checkpoint. Every stage resumes."""
+"""One recipe from prompts to weights: answers → training → checkpoint. Every stage resumes."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from paceline.checkpoint.store import DrafterCheckpoint
 from paceline.core.errors import ConfigError
-from paceline.drafter.config import DrafterConfig, default_target_layer_ids
-from paceline.drafter.dflash import DFlash
+from paceline.drafter.base import NeuralDrafter
+from paceline.drafter.config import NeuralConfig
 from paceline.engine.runtime import cache_dir, choose_device, machine
 from paceline.llm import load_target
 from paceline.target.base import Target, TargetSpec
 from paceline.target.pull import pull
 from paceline.target.text import TextCodec
-from paceline.target.weights import Shape, read_tensors
-from paceline.train.config import ShapeConfig, TrainConfig
-from paceline.train.curves import write_csv, write_png
-from paceline.train.data import Prompt, Source, digest, load_prompts
-from paceline.train.features import Document, read_shard
-from paceline.train.initialise import initialise
-from paceline.train.regenerate import RegenerateSettings, regenerate
-from paceline.train.trainer import STATE, CurveRow, Progress, Trainer, check_fit
-
-WORK_DTYPE = torch.float32
-NUM_SCALE_DOCUMENTS = 8
-"""Documents whose hidden states set the scales of a new drafter's norms: a thousand rows or more."""
+from paceline.train.config import TrainConfig
+from paceline.train.curves import write_csv, write_pictures
+from paceline.train.data import Prompt, digest
+from paceline.train.documents import collect, load_rows
+from paceline.train.features import Document
+from paceline.train.parallel import Ranks
+from paceline.train.shape import WORK_DTYPE, drafter_config, new_drafter
+from paceline.train.trainer import ALONE, STATE, Best, CurveRow, Progress, Trainer, check_fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ class TrainEvent:
     Args:
         stage: "regenerate" or "train".
         done, total: shards, or steps.
-        detail: new tokens decoded, or the step's progress.
+        detail: new tokens decoded (or read, where answers are given), or the step's progress.
     """
 
     stage: str
@@ -56,16 +51,87 @@ class TrainResult:
 
     Args:
         folder: the drafter's folder.
-        finished: whether all steps were made.
+        finished: whether all steps were made, or patience ended them.
+        stopped_early: whether patience ended them.
         row: the last evaluation.
+        best: the best one, whose weights are the drafter's.
     """
 
     folder: Path
     finished: bool
+    stopped_early: bool
     row: CurveRow
+    best: CurveRow
 
 
 Observe = Callable[[TrainEvent], None]
+Weights = tuple[torch.Tensor, torch.Tensor]
+"""The target's embedding and head (V, D)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A recipe beside the target that it names.
+
+    Args:
+        recipe: what is to be done.
+        folder: the target's.
+        codec: its tokenizer.
+        prompts: in the order of training.
+        shape: of the drafter to grow.
+        device: where all of it computes.
+    """
+
+    recipe: TrainConfig
+    folder: Path
+    codec: TextCodec
+    prompts: list[Prompt]
+    shape: NeuralConfig
+    device: torch.device
+
+    @classmethod
+    def open(cls, recipe: TrainConfig, *, offline: bool = False, target_folder: Path | None = None) -> Setup:
+        """Returns the setup of a recipe, checked as far as can be before the target answers.
+
+        Args:
+            target_folder: where the target lies, if it need not be pulled by its name.
+
+        Raises:
+            ConfigError: a value that does not fit.
+        """
+        folder = target_folder or pull(recipe.target, cache_dir=cache_dir(), offline=offline)
+        codec = TextCodec.load(folder)
+        prompts = load_rows(recipe, codec)
+        shape = drafter_config(recipe, folder)
+        check_fit(recipe.train, shape, len(prompts))  # now, not after hours of answers
+        return cls(recipe, folder, codec, prompts, shape, choose_device("auto"))
+
+    def load_target(self) -> Target:
+        """Returns the target, loaded."""
+        target, _ = load_target(
+            self.folder,
+            self.codec,
+            name=self.recipe.target,
+            dtype=WORK_DTYPE,
+            device=self.device,
+            backend="hf" if self.recipe.data.shard_target else "auto",
+        )
+        return target
+
+    def weights_of(self, target: Target) -> Weights:
+        """Returns the target's embedding and head in the dtype of training."""
+        dtype, heads = getattr(torch, self.recipe.train.dtype), target.heads
+        copy = self.recipe.data.shard_target  # its own will be spread over the processes
+        return heads.embed_weight.to(dtype, copy=copy), heads.head_weight.to(dtype, copy=copy)
+
+    def new_trainer(
+        self, weights: Weights, documents: Sequence[Document], folder: Path, ranks: Ranks = ALONE
+    ) -> Trainer:
+        """Returns the trainer of a new drafter, which keeps its state in `folder`."""
+        drafter = new_drafter(self.recipe, self.shape, self.folder, documents).to(
+            self.device, weights[0].dtype
+        )
+        return Trainer(drafter, *weights, documents, self.recipe.train, folder, self.recipe.contract, ranks)
 
 
 def train(
@@ -76,6 +142,7 @@ def train(
     resume: bool = True,
     offline: bool = False,
     target_folder: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Runs a recipe and returns its drafter.
 
@@ -84,6 +151,7 @@ def train(
     Args:
         should_stop: asked after every step; then training ends with state and drafter written.
         target_folder: where the target lies, if it need not be pulled by its name.
+        ranks: the processes that train together: they share answers and steps, the first writes state and drafter.
 
     Raises:
         ConfigError: a value that does not fit, or a folder that belongs to another recipe.
@@ -92,22 +160,14 @@ def train(
     out = Path(config.out)
     if not resume and (out / STATE).exists():
         raise ConfigError(f"{out}: holds an earlier run; hint: another `out`, or resume it")
-    folder = target_folder or pull(config.target, cache_dir=cache_dir(), offline=offline)
-    codec = TextCodec.load(folder)
-    prompts = _prompts(config, codec)
-    shape = drafter_config(config.drafter, folder)
-    check_fit(config.train, shape, len(prompts))  # now, not after hours of answers
-    device = choose_device("auto")
-    target, _ = load_target(folder, codec, name=config.target, dtype=WORK_DTYPE, device=device)
-    documents = _regenerate(config, prompts, target, shape.target_layer_ids, out, observe, should_stop)
-    drafter = new_drafter(config.drafter, shape, folder, documents, config.train.seed)
-    drafter = drafter.to(device, getattr(torch, config.train.dtype))
-    spec, heads = target.spec, target.heads
-    weights = heads.embed_weight.to(drafter.fc.weight.dtype), heads.head_weight.to(drafter.fc.weight.dtype)
-    del target, heads  # and with them the K/V of all sequences
-    trainer = Trainer(drafter, *weights, documents, config.train, out, config.contract)
+    setup = Setup.open(config, offline=offline, target_folder=target_folder)
+    target = setup.load_target()
+    spec, weights = target.spec, setup.weights_of(target)
+    documents = _answers(setup, target, observe, should_stop)
+    del target  # and with it the K/V of all sequences, unless documents ask it for hidden states
+    trainer = setup.new_trainer(weights, documents, out, ranks)
     trainer.resume()
-    describe = _describer(config, spec, prompts, documents)
+    describe = _describer(setup, spec, documents, ranks)
 
     def on_step(progress: Progress) -> None:
         if progress.row is not None and progress.step < progress.max_steps:  # the last are written below
@@ -116,164 +176,59 @@ def train(
 
     trainer.run(on_step, should_stop)
     write_outputs(trainer, out, describe)
-    return TrainResult(out / "drafter", trainer.step >= config.train.max_steps, trainer.curve[-1])
+    stopped_early = trainer.step < config.train.max_steps and trainer.is_exhausted
+    finished = trainer.step >= config.train.max_steps or stopped_early
+    return TrainResult(out / "drafter", finished, stopped_early, trainer.curve[-1], _best(trainer).row)
 
 
-def _prompts(config: TrainConfig, codec: TextCodec) -> list[Prompt]:
-    data, folder = config.data, Path(config.data.folder)
-    if not data.sources:
-        raise ConfigError("data.sources: expected at least one prompt file; hint: --data FILE.jsonl")
-    if not folder.is_dir():
-        raise ConfigError(
-            f"data.folder: {folder} is not there; hint: --data FILE.jsonl trains on your own prompts, "
-            "--set data.folder=FOLDER says where the recipe's files are"
-        )
-    sources = [Source(folder / s.file, s.limit, s.categories) for s in data.sources]
-    prompts = load_prompts(sources, codec.render_chat, max_tokens=data.max_prompt_tokens, seed=data.seed)
-    return prompts[: data.max_prompts]
-
-
-def drafter_config(shape: ShapeConfig, folder: Path) -> DrafterConfig:
-    """Returns the config of the drafter that a recipe wants for the target in `folder`.
-
-    Raises:
-        ConfigError: a value out of range, or a given drafter of another shape.
-    """
-    spec = Shape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    if shape.initial_drafter is not None:
-        return _given_config(shape, spec, Path(shape.initial_drafter))
-    chosen = _initial_layers(shape, spec.num_layers)
-    if len(chosen) != shape.num_layers or not all(0 <= i < spec.num_layers for i in chosen):
-        raise ConfigError(
-            f"drafter.initial_layers: expected {shape.num_layers} of the target's layers 0…{spec.num_layers - 1}, "
-            f"got {list(chosen)}"
-        )
-    return DrafterConfig(
-        block_size=shape.block_size,
-        hidden_size=spec.hidden_size,
-        num_layers=shape.num_layers,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        vocab_size=spec.vocab_size,
-        target_layer_ids=shape.target_layer_ids
-        or default_target_layer_ids(spec.num_layers, shape.num_layers),
-        num_target_layers=spec.num_layers,
-        mask_token_id=shape.mask_token_id,
-        layer_types=_layer_types(shape),
-        sliding_window=shape.sliding_window,
-        rope_theta=spec.rope_theta,
-        rms_norm_eps=spec.rms_norm_eps,
-        max_positions=spec.max_positions,
-    )
-
-
-def new_drafter(
-    shape: ShapeConfig, config: DrafterConfig, folder: Path, documents: list[Document], seed: int
-) -> DFlash:
-    """Returns a float32 drafter for the target in `folder`: a given one, or one begun from the target's own layers."""
-    if shape.initial_drafter is not None:
-        return DrafterCheckpoint.load(Path(shape.initial_drafter)).build(WORK_DTYPE)
-    torch.manual_seed(seed)
-    drafter = DFlash(config)
-    rows = torch.cat([d.hidden[:-1] for d in documents[:NUM_SCALE_DOCUMENTS]])
-    initialise(drafter, read_tensors(folder), _initial_layers(shape, config.num_target_layers), rows, seed)
-    return drafter
-
-
-def _initial_layers(shape: ShapeConfig, depth: int) -> tuple[int, ...]:
-    return shape.initial_layers or tuple(range(depth - shape.num_layers, depth))
-
-
-def _given_config(shape: ShapeConfig, spec: Shape, folder: Path) -> DrafterConfig:
-    """Returns the config of the drafter in `folder`, which must be what recipe and target say."""
-    config = DrafterCheckpoint.load(folder).config
-    expected = {
-        "hidden_size": spec.hidden_size,
-        "vocab_size": spec.vocab_size,
-        "num_target_layers": spec.num_layers,
-        "mask_token_id": shape.mask_token_id,
-        "num_layers": shape.num_layers,
-        "block_size": shape.block_size,
-        "target_layer_ids": shape.target_layer_ids or config.target_layer_ids,
-        "layer_types": _layer_types(shape),
-        "sliding_window": shape.sliding_window,
-    }
-    found = {name: getattr(config, name) for name in expected}
-    wrong = [f"{n}: expected {expected[n]}, got {found[n]}" for n in expected if expected[n] != found[n]]
-    if wrong:
-        raise ConfigError(
-            f"drafter.initial_drafter {folder} does not fit recipe and target: {'; '.join(wrong)}"
-        )
-    return config
-
-
-def _layer_types(shape: ShapeConfig) -> tuple[str, ...]:
-    return shape.layer_types * shape.num_layers if len(shape.layer_types) == 1 else shape.layer_types
-
-
-def _regenerate(
-    config: TrainConfig,
-    prompts: list[Prompt],
-    target: Target,
-    target_layer_ids: tuple[int, ...],
-    out: Path,
-    observe: Observe,
-    should_stop: Callable[[], bool],
+def _answers(
+    setup: Setup, target: Target, observe: Observe, should_stop: Callable[[], bool]
 ) -> list[Document]:
-    settings = RegenerateSettings(**asdict(config.regenerate))
-    longest, limit = max(len(p.token_ids) for p in prompts), target.spec.max_positions
-    if longest + settings.max_new_tokens > limit:
-        raise ConfigError(
-            f"a prompt of {longest} tokens and regenerate.max_new_tokens {settings.max_new_tokens} exceed the "
-            f"{limit} positions of {target.spec.name}; hint: a smaller data.max_prompt_tokens"
-        )
-    total, done = -(-len(prompts) // settings.prompts_per_shard), 0
+    """Returns the documents; what is on disk of them is used, the rest is made."""
 
-    def tell(count: int | None) -> None:
+    def tell(done: int, total: int, count: int | None) -> None:
         observe(TrainEvent("regenerate", done, total, count))
         if should_stop():
             raise KeyboardInterrupt
 
-    documents: list[Document] = []
-    for path in regenerate(prompts, target, target_layer_ids, out / "features", settings, tell):
-        documents += read_shard(path)[0]
-        done += 1
-        tell(None)
-    return documents
+    recipe = setup.recipe
+    folder = Path(recipe.out) / "features"
+    return collect(setup.prompts, target, setup.shape.target_layer_ids, folder, recipe, tell)
 
 
 Describe = Callable[[Trainer], dict[str, Any]]
 
 
-def _describer(
-    config: TrainConfig, spec: TargetSpec, prompts: list[Prompt], documents: list[Document]
-) -> Describe:
-    responses = hashlib.sha256()
+def _describer(setup: Setup, spec: TargetSpec, documents: Sequence[Document], ranks: Ranks) -> Describe:
+    """Returns what gives a drafter's provenance."""
+    responses, num_response_tokens = hashlib.sha256(), 0
     for document in documents:
         responses.update(document.token_ids.int().numpy().tobytes())
+        num_response_tokens += document.num_supervised
     data = {
-        "prompts": digest(prompts),
+        "prompts": digest(setup.prompts),
         "responses": responses.hexdigest(),
         "num_documents": len(documents),
-        "num_response_tokens": sum(len(d.token_ids) - d.num_prompt_tokens for d in documents),
+        "num_response_tokens": num_response_tokens,
     }
 
     def describe(trainer: Trainer) -> dict[str, Any]:
+        row = _best(trainer).row
         return {
+            "algorithm": setup.recipe.drafter.algorithm,
             "target": spec.name,
             "tokenizer_digest": spec.tokenizer_digest,
-            "recipe": config.portable(),
+            "recipe": setup.recipe.portable(),
             "data": data,
             "num_steps": trainer.step,
             "num_blocks": trainer.num_blocks,
             "train_seconds": round(trainer.seconds),
+            "num_processes": ranks.world_size,
             "machine": machine(),
             "held_out": {
-                "step": trainer.curve[-1].step,
-                "acceptance_length": trainer.curve[-1].acceptance_length,
-                "slot_accuracy": list(trainer.curve[-1].slot_accuracy),
+                "step": row.step,
+                "acceptance_length": row.acceptance_length,
+                "slot_accuracy": list(row.slot_accuracy),
             },
         }
 
@@ -281,9 +236,25 @@ def _describer(
 
 
 def write_outputs(trainer: Trainer, out: Path, describe: Describe) -> None:
-    """Writes the drafter in bfloat16 with its provenance, and the curve as CSV and PNG."""
-    DrafterCheckpoint.of(trainer.drafter, torch.bfloat16, describe(trainer), trainer.token_ids).save(
+    """Writes the best drafter in bfloat16 with its provenance, and the curve; in the first of several processes."""
+    if not trainer.ranks.is_first:
+        return
+    provenance, best = describe(trainer), _best(trainer)
+    DrafterCheckpoint.of(_best_drafter(trainer), torch.bfloat16, provenance, trainer.token_ids).save(
         out / "drafter"
     )
     write_csv(trainer.curve, out / "curve.csv")
-    write_png(trainer.curve, out / "curve.png")
+    write_pictures(trainer.curve, best.row, provenance["recipe"], out)
+
+
+def _best(trainer: Trainer) -> Best:
+    assert trainer.best is not None  # `Trainer.run` evaluates before its first step
+    return trainer.best
+
+
+def _best_drafter(trainer: Trainer) -> NeuralDrafter:
+    """Returns a drafter with the best weights; the one in training goes on with its own."""
+    with torch.device("meta"):  # nothing to fill at random, no random numbers drawn
+        drafter = cast(Any, type(trainer.drafter))(trainer.drafter.config)
+    drafter.load_state_dict(_best(trainer).weights, assign=True)
+    return cast(NeuralDrafter, drafter)

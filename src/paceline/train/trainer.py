@@ -1,31 +1,34 @@
 """The training loop: step, evaluate, save, resume.
 
 Every draw is keyed by step and every rate is a function of the step, so a run that is interrupted and resumed ends with
-the same weights and the same curve as one that was not.
+the same weights, the same losses and the same curve as one that was not. Several processes may share each step.
 """
 
 from __future__ import annotations
 
-import os
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from paceline.core.acceptance import accepted_prefix
-from paceline.core.errors import CheckpointError, ConfigError, PacelineError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.drafter.base import NeuralDrafter
 from paceline.drafter.config import DrafterConfig, NeuralConfig
-from paceline.train.batch import BlockSampler, Cursor, DraftVocabulary, TrainBatch, draw_anchors, generator
+from paceline.train.batch import Cursor, DraftVocabulary, TrainBatch, draw_anchors, generator
 from paceline.train.config import OptimConfig
 from paceline.train.features import Document
-from paceline.train.losses import BlockLoss, Weigh, block_loss, dpace_weights, exponential_weights
-from paceline.train.optimizer import Muon, schedule
+from paceline.train.losses import IGNORED
+from paceline.train.objective import Objective
+from paceline.train.optimizer import Muon, schedule, split_parameters
+from paceline.train.parallel import Ranks, RankSampler, micro_batches
+from paceline.train.state import read_state, write_state
 
 STATE = "state.pt"
+ALONE = Ranks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class CurveRow:
         train_loss: mean loss since the row before.
         held_out_loss: loss on the held-out blocks.
         acceptance_length: mean leading run of right slots plus one, greedy and teacher-forced.
-        slot_accuracy: share of right tokens per slot.
+        slot_accuracy: share of right tokens per slot; with a selector, of right choices behind the true token before.
         lr: learning rate at that step.
     """
 
@@ -62,6 +65,19 @@ class Progress:
     row: CurveRow | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The evaluation with the longest acceptance so far, the earliest of equals, and the weights that it judged.
+
+    Args:
+        row: of the curve.
+        weights: state dict of the drafter, on the CPU.
+    """
+
+    row: CurveRow
+    weights: dict[str, torch.Tensor]
+
+
 class Trainer:
     """Trains a drafter on documents.
 
@@ -74,9 +90,13 @@ class Trainer:
         settings: see `OptimConfig`.
         folder: where the state is kept.
         contract: digest that a resumed run must share.
+        ranks: the processes that train together; each is given the same.
 
     Attributes:
         token_ids: the tokens it learns to draft, `None` for all.
+        losses: the loss of every step.
+        best: what to keep of the run; `None` before the first evaluation. Steps behind it that did not help are lost,
+            the drafter as it came (step 0) is one of those to choose from.
     """
 
     def __init__(
@@ -88,36 +108,43 @@ class Trainer:
         settings: OptimConfig,
         folder: Path,
         contract: str = "",
+        ranks: Ranks = ALONE,
     ) -> None:
         check_fit(settings, drafter.config, len(documents))
         self.drafter, self.settings, self.folder, self.contract = drafter, settings, folder, contract
-        kept_out = settings.held_out_documents
-        vocab_size = drafter.config.vocab_size
-        vocabulary = DraftVocabulary.covering(documents[kept_out:], vocab_size, settings.draft_vocab_size)
-        self.token_ids = vocabulary.token_ids if settings.draft_vocab_size is not None else None
+        self.ranks, self._documents = ranks, documents
         self._head_weight, self._embed_weight = head_weight, embed_weight
-        self._vocabulary = vocabulary
-        self._sampler = self._new_sampler(documents[kept_out:])
-        held_out = self._new_sampler(documents[:kept_out])
-        self._held_out = _held_out_batches(held_out, settings, drafter.config.num_draft_tokens)
-        self._weigh: Weigh = (
-            dpace_weights(settings.dpace_alpha)
-            if settings.loss == "dpace"
-            else exponential_weights(settings.decay)
-        )
-        matrices = [p for p in drafter.parameters() if p.ndim == 2]
-        vectors = [p for p in drafter.parameters() if p.ndim < 2]
+        trained_on = documents[settings.held_out_documents :]
+        vocab_size = drafter.config.vocab_size
+        size, learned = settings.draft_vocab_size, drafter.learned_ids
+        self._use(DraftVocabulary.covering(trained_on, vocab_size, size, learned))
+        drafter.start(head_weight, self._vocabulary.token_ids)
+        matrices, others = split_parameters(drafter)
+        self._parameters = [*matrices, *others]
         lr, decay, rows = settings.lr, settings.weight_decay, settings.muon_block_rows
         self._optimizers: list[torch.optim.Optimizer] = [
             Muon(matrices, lr, weight_decay=decay, block_rows=rows),
-            torch.optim.AdamW(vectors, lr, (0.9, 0.95), weight_decay=0),
+            torch.optim.AdamW(others, lr, (0.9, 0.95), weight_decay=0),
         ]
         self.step, self.num_blocks, self.seconds = 0, 0, 0.0
-        self.cursor, self.curve = Cursor(), list[CurveRow]()
-        self._losses: list[float] = []
+        self.cursor, self.curve, self.losses = Cursor(), list[CurveRow](), list[float]()
+        self.best: Best | None = None
 
-    def _new_sampler(self, documents: Sequence[Document]) -> BlockSampler:
-        return BlockSampler(
+    def _use(self, vocabulary: DraftVocabulary) -> None:
+        """Sets which tokens are scored. Mutates: the samplers, the held-out batches and the objective."""
+        settings, kept_out = self.settings, self.settings.held_out_documents
+        self._vocabulary = vocabulary
+        self.token_ids = vocabulary.token_ids if settings.draft_vocab_size is not None else None
+        self._sampler = self._new_sampler(self._documents[kept_out:])
+        held_out = self._new_sampler(self._documents[:kept_out])
+        self._held_out = _held_out_batches(held_out, settings, self.drafter.config.num_draft_tokens)
+        self._objective = Objective(
+            self.drafter, self._embed_weight, self._head_weight, vocabulary.token_ids, settings
+        )
+
+    def _new_sampler(self, documents: Sequence[Document]) -> RankSampler:
+        return RankSampler(
+            self.ranks,
             documents,
             self._embed_weight,
             self._vocabulary,
@@ -133,14 +160,31 @@ class Trainer:
         observe: Callable[[Progress], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Trains until `max_steps` or until asked to stop, and saves the state.
+        """Trains until `max_steps`, until patience is exhausted or until asked to stop, and saves the state.
 
         Mutates: drafter, optimisers, curve, and the state on disk.
+
+        Args:
+            observe: told after every step.
+            should_stop: asked before every step; one process that says so stops all.
+
+        Raises:
+            PacelineError: a loss or gradient that is not finite; drafter and the state on disk are what they were
+                before that step.
+            OSError: the state could not be written; the one before stays.
         """
         settings = self.settings
+        self.ranks.require_same(
+            {"recipe": self.contract, "step": self.step, "documents": len(self._documents)}
+        )
+        self.ranks.share_first_(list(self.drafter.state_dict().values()))
         if not self.curve:
-            self._evaluate(0.0)
-        while self.step < settings.max_steps and not should_stop():
+            self._evaluate()
+        while (
+            self.step < settings.max_steps
+            and not self.is_exhausted
+            and not self.ranks.any(should_stop(), self._embed_weight)
+        ):
             started = time.perf_counter()
             loss, num_blocks = self._train_step()
             elapsed = time.perf_counter() - started
@@ -149,44 +193,58 @@ class Trainer:
                 self.num_blocks + num_blocks,
                 self.seconds + elapsed,
             )
-            self._losses.append(loss)
+            self.losses.append(loss)
             last = self.step == settings.max_steps
-            row = (
-                self._evaluate(sum(self._losses) / len(self._losses))
-                if self._is_due("eval_every") or last
-                else None
-            )
+            row = self._evaluate() if self._is_due("eval_every") or last else None
             if self._is_due("save_every") and not last:
                 self.save()
             observe(Progress(self.step, settings.max_steps, loss, num_blocks / elapsed, row))
         self.save()
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the last `patience` evaluations brought no better acceptance length, so that training ends early."""
+        if self.settings.patience is None or self.best is None:
+            return False
+        return sum(row.step > self.best.row.step for row in self.curve) >= self.settings.patience
+
     def _is_due(self, interval: str) -> bool:
         return bool(self.step % getattr(self.settings, interval) == 0)
 
     def _train_step(self) -> tuple[float, int]:
-        settings = self.settings
-        lr = self._lr()
+        lr, begin = self._lr(), self.cursor
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-        batch, self.cursor = self._sampler.next(self.cursor, self.step, self._num_slots() - 1)
-        outcome = self._forward(batch)
-        outcome.loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.clip_norm)
-        if not torch.isfinite(norm):
-            raise PacelineError(
-                f"gradient of step {self.step} is not finite; the state saved before it is whole; hint: lower train.lr"
-            )
+        batch, self.cursor = self._sampler.next(begin, self.step, self._num_slots() - 1)
+        sums = torch.zeros(3, dtype=torch.float64, device=self._embed_weight.device)
+        for part in micro_batches(batch, self.settings.accumulation_steps):
+            outcome = self._objective(part)
+            outcome.total.backward()
+            sums += _stack(outcome.total, outcome.weight, part.num_blocks)
+        self.ranks.sum_([sums])
+        self.ranks.sum_gradients(self._parameters)
+        total, weight, num_blocks = sums.tolist()
+        loss = total / max(weight, 1e-12)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad /= max(weight, 1e-12)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.clip_norm)
+        self._require_finite(loss, float(norm), begin.epoch)
         for optimizer in self._optimizers:
             optimizer.step()
         self.drafter.zero_grad(set_to_none=True)
-        return float(outcome.loss.detach()), batch.num_blocks
+        return loss, int(num_blocks)
 
-    def _forward(self, batch: TrainBatch) -> BlockLoss:
-        hidden = self.drafter.forward_blocks(batch.documents, self._embed_weight, batch.labels.shape[1] + 1)
-        head = self.drafter.head(self._head_weight, self._vocabulary.token_ids)
-        return block_loss(hidden, head, batch.labels, self._weigh, chunk_blocks=self.settings.chunk_blocks)
+    def _require_finite(self, loss: float, norm: float, epoch: int) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        numbers = {id(document): i for i, document in enumerate(self._sampler.documents)}
+        raise PacelineError(
+            f"{'gradient' if math.isfinite(loss) else 'loss'} of step {self.step} is not finite (epoch {epoch}, "
+            f"documents {[numbers[id(d)] for d in self._sampler.drawn]} of those trained on, counted from 0); weights "
+            "and saved state are those before it; hint: look at these documents' hidden states, or lower train.lr"
+        )
 
     def _lr(self) -> float:
         s = self.settings
@@ -201,67 +259,87 @@ class Trainer:
             int(torch.randint(len(choices), (1,), generator=generator(self.settings.seed, 1, self.step)))
         ]
 
-    @torch.no_grad()
-    def _evaluate(self, train_loss: float) -> CurveRow:
-        outcomes = [self._forward(batch) for batch in self._held_out]
-        correct = torch.cat([o.correct for o in outcomes])
-        supervised = torch.cat([o.supervised for o in outcomes])
-        accuracy = correct.sum(0) / supervised.sum(0).clamp(min=1)
+    def _evaluate(self) -> CurveRow:
+        """Returns the row of this step. Mutates: curve and best."""
+        recent = self.losses[self.curve[-1].step if self.curve else 0 :]
+        loss, acceptance_length, accuracy = self._measure()
         row = CurveRow(
             step=self.step,
             num_blocks=self.num_blocks,
             seconds=self.seconds,
-            train_loss=train_loss,
-            held_out_loss=float(torch.stack([o.loss for o in outcomes]).mean()),
-            acceptance_length=1 + float(accepted_prefix(correct).double().mean()),
-            slot_accuracy=tuple(accuracy.tolist()),
+            train_loss=sum(recent) / max(1, len(recent)),
+            held_out_loss=loss,
+            acceptance_length=acceptance_length,
+            slot_accuracy=accuracy,
             lr=self._lr(),
         )
         self.curve.append(row)
-        self._losses.clear()
+        if self.best is None or row.acceptance_length > self.best.row.acceptance_length:
+            self.best = Best(row, _copy(self.drafter.state_dict()))
         return row
+
+    @torch.no_grad()
+    def _measure(self) -> tuple[float, float, tuple[float, ...]]:
+        """Returns loss, acceptance length and accuracy per slot over the held-out documents of all processes."""
+        num_slots = self.drafter.config.num_draft_tokens
+        sums = torch.zeros(4 + 2 * num_slots, dtype=torch.float64, device=self._embed_weight.device)
+        for batch in self._held_out:
+            outcome = self._objective(batch)
+            accepted = accepted_prefix(outcome.correct).sum()
+            per_slot = torch.cat([outcome.correct.sum(0), outcome.supervised.sum(0)])
+            sums += torch.cat([_stack(outcome.total, outcome.weight, batch.num_blocks, accepted), per_slot])
+        self.ranks.sum_([sums])
+        total, weight, num_blocks, accepted_sum = sums[:4].tolist()
+        if not math.isfinite(total):
+            raise PacelineError(
+                f"held-out loss at step {self.step} is not finite; the state saved before is whole; hint: look at the "
+                "held-out documents' hidden states, or lower train.lr"
+            )
+        correct, supervised = sums[4:].split(num_slots)
+        accuracy = tuple((correct / supervised.clamp(min=1)).tolist())
+        return total / max(weight, 1e-12), 1 + accepted_sum / num_blocks, accuracy
 
     # Disk ------------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes the whole state atomically; an interrupted or failed write leaves the one before."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Writes the whole state atomically, in the first of several processes."""
+        if not all(bool(p.isfinite().all()) for p in self._parameters):
+            raise PacelineError(
+                f"weights at step {self.step} are not finite; the state saved before is whole; hint: lower train.lr"
+            )
+        if not self.ranks.is_first:
+            return
         state = {
             "contract": self.contract,
             "drafter": self.drafter.state_dict(),
             "optimizers": [o.state_dict() for o in self._optimizers],
+            "token_ids": self._vocabulary.token_ids,
             "step": self.step,
             "num_blocks": self.num_blocks,
             "seconds": self.seconds,
             "cursor": [self.cursor.epoch, self.cursor.index],
             "num_documents": len(self._sampler.documents),
-            "losses": self._losses,
+            "losses": self.losses,
             "curve": [asdict(row) for row in self.curve],
+            "best_step": self.best and self.best.row.step,
+            "best_weights": self.best and self.best.weights,
         }
-        path = self.folder / STATE
-        partial = path.with_suffix(".partial")
-        try:
-            _write_state(state, partial)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_state(state, self.folder / STATE)
 
     def resume(self) -> bool:
         """Loads the state of an earlier run and returns whether there was one.
+
+        Steps that came after its last save are made again, and come out the same. The run may go on with another
+        number of processes; then they come out the same but for rounding.
 
         Raises:
             CheckpointError: the state is truncated.
             ConfigError: it belongs to another recipe, or to more documents.
         """
         path = self.folder / STATE
-        if not path.exists():
+        state = read_state(path)
+        if state is None:
             return False
-        try:  # on the CPU first: the run may go on with another device
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise CheckpointError(
-                f"{path}: not a whole training state ({error}); hint: delete it to begin anew"
-            ) from error
         if state["contract"] != self.contract:
             raise ConfigError(
                 f"{path}: belongs to another recipe; hint: another `out`, or delete it to begin anew"
@@ -271,22 +349,37 @@ class Trainer:
                 f"{path}: trained on {state['num_documents']} documents, given {len(self._sampler.documents)}; "
                 "hint: the same data.max_prompts or more"
             )
+        if not torch.equal(
+            state["token_ids"], self._vocabulary.token_ids
+        ):  # more documents have other common tokens
+            self._use(_vocabulary_of(state["token_ids"], self.drafter.config.vocab_size))
         self.drafter.load_state_dict(state["drafter"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step, self.num_blocks, self.seconds = state["step"], state["num_blocks"], state["seconds"]
-        self.cursor, self._losses = Cursor(*state["cursor"]), state["losses"]
+        self.cursor, self.losses = Cursor(*state["cursor"]), state["losses"]
         self.curve = [
             CurveRow(**{**row, "slot_accuracy": tuple(row["slot_accuracy"])}) for row in state["curve"]
         ]
+        best = [row for row in self.curve if row.step == state["best_step"]]
+        self.best = Best(best[0], state["best_weights"]) if best else None
         return True
 
 
-def _write_state(state: dict[str, Any], path: Path) -> None:
-    try:
-        torch.save(state, path)
-    except RuntimeError as error:  # how PyTorch reports a full disk
-        raise OSError(f"{path}: could not be written ({error})") from error
+def _stack(*values: torch.Tensor | float) -> torch.Tensor:
+    """Returns scalars as one float64 tensor, without gradient and without waiting for the device."""
+    device = next(v.device for v in values if isinstance(v, torch.Tensor))
+    return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values])
+
+
+def _copy(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+
+
+def _vocabulary_of(token_ids: torch.Tensor, vocab_size: int) -> DraftVocabulary:
+    index = torch.full((vocab_size,), IGNORED)
+    index[token_ids] = torch.arange(len(token_ids))
+    return DraftVocabulary(token_ids, index)
 
 
 def check_fit(settings: OptimConfig, config: NeuralConfig, num_documents: int) -> None:
@@ -307,9 +400,10 @@ def check_fit(settings: OptimConfig, config: NeuralConfig, num_documents: int) -
         )
 
 
-def _held_out_batches(sampler: BlockSampler, settings: OptimConfig, num_drafts: int) -> list[TrainBatch]:
-    """Returns every document once, at anchors that no evaluation changes."""
+def _held_out_batches(sampler: RankSampler, settings: OptimConfig, num_drafts: int) -> list[TrainBatch]:
+    """Returns this process's share of the documents, each once, at anchors that no evaluation changes."""
     rng = generator(settings.seed, 2)
     chosen = [(d, draw_anchors(d, settings.anchors_per_document, rng)) for d in sampler.documents]
     size = max(1, settings.blocks_per_step // settings.anchors_per_document)
-    return [sampler.assemble(chosen[i : i + size], num_drafts) for i in range(0, len(chosen), size)]
+    batches = [sampler.assemble(chosen[i : i + size], num_drafts) for i in range(0, len(chosen), size)]
+    return [batch for batch in batches if batch.documents]
