@@ -138,6 +138,11 @@ GOOD = {"messages": [USER, FIRST]}
         (template("m['content'] | upper"), GOOD, "expected the chat template to show the answer 'yes'"),
         (template("m['content'] | trim('s')"), GOOD, "expected the chat template to show the answer 'yes'"),
         (template(more="think"), GOOD, "behind where an answer begins"),
+        (
+            template("(m['role'] == 'user' and 'u' or 'b') + m['content']", "a"),
+            GOOD,
+            "where an answer begins",
+        ),
     ],
     ids=str,
 )

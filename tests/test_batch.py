@@ -251,3 +251,9 @@ def test_documents_of_several_kinds_are_refused() -> None:
 def test_without_what_the_target_said_labels_are_hard() -> None:
     drawing = sampler([make_conversation(0, [(2, 4)])], blocks_per_step=1, anchors_per_document=1, seed=0)
     assert drawing.next(Cursor(), 0, 3)[0].soft is None
+
+
+def test_a_batch_may_be_empty() -> None:
+    drawing = sampler([make_conversation(0, [(2, 4)], 3)], blocks_per_step=1, anchors_per_document=1, seed=0)
+    batch = drawing.assemble([], 4)
+    assert (batch.num_blocks, batch.labels.shape, batch.documents) == (0, (0, 4), [])

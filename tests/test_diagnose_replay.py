@@ -34,7 +34,7 @@ def made(kind: str) -> NeuralDrafter:
         return tiny_eagle3(TARGET, draft_vocab_size=40)
     if kind == "sliding":
         return tiny_drafter(TARGET, layer_types=(SLIDING, SLIDING), sliding_window=6)
-    return tiny_drafter(TARGET, **({"variant": "dflash2"} if kind == "dflash2" else {}))
+    return tiny_drafter(TARGET, variant="dflash2" if kind == "dflash2" else "dflash")
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "dflash2", "eagle3"])

@@ -95,7 +95,10 @@ def test_online_documents_are_the_cached_ones(
     assert names == {"features": 4, "answers": 4}
     assert not any(isinstance(d, OnlineDocument) for d in cached)
     assert_same(online, cached)
-    assert all(torch.equal(a, b) for a, b in zip(hidden_of(online), hidden_of(cached), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(hidden_of(online, online[0]), hidden_of(cached, cached[0]), strict=True)
+    )
     assert max(path.stat().st_size for path in tmp_path.glob("answers-*")) < 2500 + 6 * 40 * (5 + 6 * num_top)
 
 
@@ -129,12 +132,12 @@ def test_online_features_are_computed_when_asked_for_and_few_are_kept(
     )
     assert target.num_rows == 0, "nobody asked for hidden states"
     sampler.next(Cursor(), 0, 3)
-    (first,) = hidden_of(documents[:1])
+    (first,) = hidden_of(documents[:1], documents[0])
     rows = target.num_rows
     assert torch.equal(documents[0].hidden, first)
     assert target.num_rows == rows, "just computed"
-    assert len(hidden_of(documents[:1] * 3)) == 3
-    hidden_of(documents[1 : 2 + TEXTS_TOGETHER])
+    assert len(hidden_of(documents[:1] * 3, documents[0])) == 3
+    hidden_of(documents[1 : 2 + TEXTS_TOGETHER], documents[0])
     rows = target.num_rows
     assert torch.equal(documents[0].hidden, first)
     assert target.num_rows == rows + len(documents[0].token_ids) - 1, "forgotten"

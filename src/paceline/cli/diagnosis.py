@@ -134,7 +134,7 @@ def _acceptance(found: Acceptance) -> list[str]:
 
 def _slots_title(found: Diagnosis) -> str:
     teacher = "; every step was told the right tokens before it" if found.teacher_forced else ""
-    return f"by slot; the first three columns where the slots before were right{teacher}"
+    return f"by slot; right, in 4 and in 16 where the same held of every slot before{teacher}"
 
 
 def _slots(slots: Sequence[Slot]) -> list[str]:

@@ -148,9 +148,9 @@ class BlockSampler:
         return self.assemble(chosen, num_drafts), cursor
 
     def assemble(self, chosen: Sequence[tuple[Document, torch.Tensor]], num_drafts: int) -> TrainBatch:
-        """Returns the batch of given anchors."""
-        blocks, labels, soft = [], [], list[SoftLabels]()
-        hidden = hidden_of([document for document, _ in chosen])
+        """Returns the batch of given anchors; an empty one of none."""
+        blocks, labels, soft = [], [torch.empty(0, num_drafts, dtype=torch.long)], list[SoftLabels]()
+        hidden = hidden_of([document for document, _ in chosen], self.documents[0])
         for (document, anchors), rows in zip(chosen, hidden, strict=True):
             last = int(anchors.max())
             positions = anchors[:, None] + torch.arange(num_drafts + 1)

@@ -308,6 +308,8 @@ class TrainConfig:
         """Returns the recipe as JSON data without the folders of this machine."""
         recipe = self.to_dict()
         del recipe["out"], recipe["data"]["folder"]
+        if self.drafter.initial_drafter is not None:
+            recipe["drafter"]["initial_drafter"] = Path(self.drafter.initial_drafter).name
         return recipe
 
     @property
@@ -317,7 +319,8 @@ class TrainConfig:
         The length of the run may change, and prompts may be added: they come after those that were there.
         """
         fixed = self.portable()
-        del fixed["data"]["max_prompts"]
+        for free in ("max_prompts", "features", "max_cache_bytes", "shard_target"):
+            del fixed["data"][free]
         for free in ("max_steps", "decay_steps", "eval_every", "save_every", "patience"):
             del fixed["train"][free]
         return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()

@@ -122,10 +122,7 @@ class RankSampler(BlockSampler):
     def assemble(self, chosen: Sequence[tuple[Document, torch.Tensor]], num_drafts: int) -> TrainBatch:
         """Returns this process's share of the batch of given anchors."""
         self.drawn = [document for document, _ in chosen]
-        share = self._ranks.share(chosen)
-        if share:
-            return super().assemble(share, num_drafts)
-        return TrainBatch([], torch.empty(0, num_drafts, dtype=torch.long))
+        return super().assemble(self._ranks.share(chosen), num_drafts)
 
 
 def micro_batches(batch: TrainBatch, count: int) -> list[TrainBatch]:

@@ -134,7 +134,14 @@ class OnlineDocument(Document):
         return self.source.read([self])[0]
 
 
-def hidden_of(documents: Sequence[Document]) -> list[torch.Tensor]:
-    """Returns the hidden states of several documents of one collection; online ones are computed together."""
-    online = [d for d in documents if isinstance(d, OnlineDocument)]
-    return online[0].source.read(online) if online else [d.hidden for d in documents]
+def hidden_of(documents: Sequence[Document], sibling: Document | None = None) -> list[torch.Tensor]:
+    """Returns the hidden states of several documents of one collection; online ones are computed together.
+
+    Args:
+        sibling: any document of the collection. With it there may be none to read, and still a target that is spread
+            over processes keeps step with those that read some.
+    """
+    any_of_them = sibling or documents[0]
+    if isinstance(any_of_them, OnlineDocument):
+        return any_of_them.source.read([d for d in documents if isinstance(d, OnlineDocument)])
+    return [d.hidden for d in documents]

@@ -113,7 +113,9 @@ class Setup:
             self.codec,
             name=self.recipe.target,
             dtype=WORK_DTYPE,
-            device=self.device,
+            device=torch.device("cpu")
+            if self.recipe.data.shard_target
+            else self.device,  # moved layer by layer
             backend="hf" if self.recipe.data.shard_target else "auto",
         )
         return target
