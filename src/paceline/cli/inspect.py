@@ -53,7 +53,7 @@ def inspect(
 
     With --pair, also whether the two fit; exit code 1 says that they do not. With --diagnose, what the drafter does on
     answers that the target writes: which slots fall, on which prompts, whether serving sees what training saw, and
-    which known faults match. About a minute for the default pair.
+    which known faults match. One to two minutes for the default pair.
     """
     amounts = {"num_prompts": num_prompts, "max_new_tokens": max_new_tokens}
     given = {key: value for key, value in amounts.items() if value is not None}

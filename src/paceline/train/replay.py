@@ -123,7 +123,7 @@ class Parity:
         target_agreement: share of the answers' tokens that one pass over the whole text says too.
         served_difference: largest relative difference between a row that serving injected and the trainer's.
         prefill_difference: the same between one pass over the whole text and the trainer's rows.
-        tolerance: for `served_difference`, by the target's dtype.
+        tolerance: for both, by the target's dtype.
         num_drafts, num_ties, num_different: drafted slots compared; those that differ at a tie; those that differ.
         differences: the first of the last.
     """
@@ -164,10 +164,11 @@ def replay(target: Target, drafter: NeuralDrafter, scorer: Scorer, answers: Sequ
         num, different = _compare_drafts(drafter, scorer, answer, watched, shared)
         slots, found = slots + num, found + different
     passes = [_one_pass(target, drafter, answer) for answer in answers]
+    prefilled = max(worst for worst, _, _ in passes)
     steps = [step for completion in completions for step in completion.steps]
     wrong = [d for d in found if d.margin > tie]
     return Parity(
-        agrees=served <= tolerance and not wrong,
+        agrees=max(served, prefilled) <= tolerance and not wrong,
         num_answers=len(answers),
         num_same_text=sum(_is_same(a, c) for a, c in zip(answers, completions, strict=True)),
         num_steps=len(steps),
@@ -176,7 +177,7 @@ def replay(target: Target, drafter: NeuralDrafter, scorer: Scorer, answers: Sequ
         served_acceptance_length=acceptance_length(steps),
         target_agreement=sum(right for _, right, _ in passes) / max(1, sum(num for _, _, num in passes)),
         served_difference=served,
-        prefill_difference=max((worst for worst, _, _ in passes), default=0.0),
+        prefill_difference=prefilled,
         tolerance=tolerance,
         num_drafts=slots,
         num_ties=len(found) - len(wrong),
