@@ -3,7 +3,7 @@
     python benchmarks/study.py run FOLDER [--arms NAME …] [--blocks 40000]     trains, and stores what came of it
     python benchmarks/study.py write                                           rewrites the study in docs/training.md
 
-Every arm is recipes/smollm2-135m.toml with a few keys changed, trained from the target's own layers on the same answers
+Every arm is a recipe of recipes/ with a few keys changed, trained from the target's own layers on the same answers
 with as many floating-point operations as every other arm: the operations of an optimiser step (forward, backward,
 update) are counted, not timed, so the budget means the same on any machine and beside any other work. The number of
 steps follows, and the learning rate falls to zero over the last third. τ is greedy and teacher-forced on answers that
@@ -34,7 +34,7 @@ from paceline.train.shape import drafter_config
 from paceline.train.trainer import Progress, Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "recipes" / "smollm2-135m.toml"
+RECIPES = ROOT / "recipes"
 RESULT = ROOT / "benchmarks" / "results" / "study.json"
 DOCUMENT, FIGURE = ROOT / "docs" / "training.md", ROOT / "docs" / "study.svg"
 NUM_PROMPTS, NUM_EVALUATIONS = 1024, 12
@@ -50,6 +50,7 @@ class Arm:
         changes: recipe overrides.
         num_prompts: answers it gets, those held out included.
         budget: its share of the operations that a whole arm gets.
+        recipe: what is changed.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Arm:
     changes: tuple[str, ...] = ()
     num_prompts: int = NUM_PROMPTS
     budget: float = 1.0
+    recipe: str = "smollm2-135m.toml"
 
 
 def _layers(count: int) -> tuple[str, ...]:
@@ -65,31 +67,40 @@ def _layers(count: int) -> tuple[str, ...]:
 
 
 _LONG = ("drafter.block_size=16", "train.slots=[4, 4, 8, 16]")
-_BASE = (*_layers(2), f"data.max_prompts={NUM_PROMPTS}", "regenerate.top_log_probs=16")
+_BASE = (f"data.max_prompts={NUM_PROMPTS}", "regenerate.top_log_probs=16")
+_SAME = ("drafter.block_size=8", "drafter.target_layer_ids=[1, 8, 14, 20, 27]", "train.slots=[4, 4, 6, 8]")
 GROUPS = {
     "depth and block": (
-        Arm("base", "DFlash, 2 layers, block 8"),
+        Arm("base", "DFlash, 2 layers, block 8", _layers(2)),
         Arm("layers-1", "1 layer", _layers(1)),
         Arm("layers-4", "4 layers", _layers(4)),
-        Arm("block-16", "block 16", _LONG),
+        Arm("block-16", "block 16", (*_layers(2), *_LONG)),
         Arm("layers-1-block-16", "1 layer, block 16", (*_layers(1), *_LONG)),
         Arm("layers-4-block-16", "4 layers, block 16", (*_layers(4), *_LONG)),
     ),
     "family": (
-        Arm("dflash2", "DFlash 2, 2 layers", ('drafter.algorithm="dflash2"', "drafter.selector_rank=64")),
-        Arm("eagle3", "EAGLE-3", ('drafter.algorithm="eagle3"',)),
+        Arm(
+            "dflash2",
+            "DFlash 2, 2 layers",
+            (*_layers(2), 'drafter.algorithm="dflash2"', "drafter.selector_rank=64"),
+        ),
+        Arm("eagle3", "EAGLE-3", _SAME, recipe="smollm2-135m-eagle3.toml"),
     ),
     "objective": (
-        Arm("exponential", "fixed exponential weights", ('train.loss="exponential"',)),
-        Arm("uniform", "equal weights", ('train.loss="uniform"',)),
-        Arm("distribution", "the target's 16 likeliest tokens as label", ('train.labels="distribution"',)),
-        Arm("decay", "weight decay 0.1", ("train.weight_decay=0.1",)),
+        Arm("exponential", "fixed exponential weights", (*_layers(2), 'train.loss="exponential"')),
+        Arm("uniform", "equal weights", (*_layers(2), 'train.loss="uniform"')),
+        Arm(
+            "distribution",
+            "the target's 16 likeliest tokens as label",
+            (*_layers(2), 'train.labels="distribution"'),
+        ),
+        Arm("decay", "weight decay 0.1", (*_layers(2), "train.weight_decay=0.1")),
     ),
     "data and compute": (
-        Arm("half-data", "half the answers", num_prompts=NUM_PROMPTS // 2),
-        Arm("quarter-data", "a quarter of the answers", num_prompts=NUM_PROMPTS // 4),
-        Arm("half-compute", "half the operations", budget=0.5),
-        Arm("double-compute", "twice the operations", budget=2.0),
+        Arm("half-data", "half the answers", _layers(2), num_prompts=NUM_PROMPTS // 2),
+        Arm("quarter-data", "a quarter of the answers", _layers(2), num_prompts=NUM_PROMPTS // 4),
+        Arm("half-compute", "half the operations", _layers(2), budget=0.5),
+        Arm("double-compute", "twice the operations", _layers(2), budget=2.0),
     ),
 }
 ARMS = {arm.name: arm for arms in GROUPS.values() for arm in arms}
@@ -100,10 +111,7 @@ ARMS = {arm.name: arm for arms in GROUPS.values() for arm in arms}
 
 def recipe_of(arm: Arm, overrides: Sequence[str]) -> TrainConfig:
     """Returns an arm's recipe, its length not yet set."""
-    keys = {change.partition("=")[0]: change for change in (*_BASE, *arm.changes)}
-    if "eagle3" in arm.name:  # one layer, no mask token
-        keys |= {"drafter.num_layers": "", "drafter.initial_layers": "drafter.initial_layers=[29]"}
-    return TrainConfig.from_toml(RECIPE, [change for change in keys.values() if change] + list(overrides))
+    return TrainConfig.from_toml(RECIPES / arm.recipe, [*_BASE, *arm.changes, *overrides])
 
 
 def operations(setup: Setup, weights: Weights, documents: list[Document], folder: Path) -> float:
@@ -189,6 +197,7 @@ def store(
     row, held_out = trainer.curve[-1], setup.recipe.train.held_out_documents
     found = {
         "title": arm.title,
+        "recipe": arm.recipe,
         "changes": list(arm.changes),
         "date": time.strftime("%Y-%m-%d"),
         "environment": {**machine(), "num_threads": torch.get_num_threads()},
@@ -210,7 +219,6 @@ def store(
     ordered = {name: found if name == arm.name else known["arms"].get(name) for name in ARMS}
     result = {
         "command": f"python benchmarks/study.py run FOLDER --blocks {num_blocks}",
-        "recipe": RECIPE.name,
         "arms": {name: each for name, each in ordered.items() if each is not None},
     }
     partial = RESULT.with_suffix(".partial")

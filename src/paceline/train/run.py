@@ -214,6 +214,9 @@ def _describer(setup: Setup, spec: TargetSpec, documents: Sequence[Document], ra
         "num_response_tokens": num_response_tokens,
     }
 
+    initial = setup.recipe.drafter.initial_drafter
+    begun_from = {} if initial is None else {"begun_from": DrafterCheckpoint.load(Path(initial)).provenance}
+
     def describe(trainer: Trainer) -> dict[str, Any]:
         row = _best(trainer).row
         return {
@@ -232,6 +235,7 @@ def _describer(setup: Setup, spec: TargetSpec, documents: Sequence[Document], ra
                 "acceptance_length": row.acceptance_length,
                 "slot_accuracy": list(row.slot_accuracy),
             },
+            **begun_from,
         }
 
     return describe
