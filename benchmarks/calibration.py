@@ -28,16 +28,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.arms import Fingerprint, Load
-from paceline.bench.comparisons import compare
-from paceline.bench.decision import decide
-from paceline.bench.metrics import summarise
-from paceline.bench.plan import ArmSpec, Plan
-from paceline.bench.records import read_run
-from paceline.bench.rows import PassRecord, Place, Row, Run
-from paceline.bench.statistics import binomial_bounds
-from paceline.bench.summary import Interval
-from paceline.bench.table import tabulate
+from paceline.bench.arms.base import Fingerprint, Load
+from paceline.bench.exactness.statistics import binomial_bounds
+from paceline.bench.numbers.metrics import summarise
+from paceline.bench.numbers.summary import Interval
+from paceline.bench.numbers.table import tabulate
+from paceline.bench.runs.plan import ArmSpec, Plan
+from paceline.bench.runs.records import read_run
+from paceline.bench.runs.rows import PassRecord, Place, Row, Run
+from paceline.bench.verdicts.comparisons import compare
+from paceline.bench.verdicts.decision import decide
 from paceline.engine.runtime import machine
 
 TWIN = "twin"

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from decode import SETS, load_prompts
-from paceline.bench.checks import judge
-from paceline.bench.losslessness import draw, law_checks
-from paceline.bench.prompts import Prompt
-from paceline.bench.texts import Pair, sampled_requests
+from paceline.bench.exactness.checks import judge
+from paceline.bench.exactness.losslessness import draw, law_checks
+from paceline.bench.exactness.texts import Pair, sampled_requests
+from paceline.bench.workloads.prompts import Prompt
 from paceline.core.acceptance import acceptance_length
 from paceline.core.params import Grammar, SamplingParams
 from paceline.core.types import Completion, Request

@@ -27,8 +27,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.engine.runtime import machine
 from paceline.train.config import OptimConfig, TrainConfig
-from paceline.train.documents import collect
-from paceline.train.features import Document
+from paceline.train.data.documents import collect
+from paceline.train.data.features import Document
 from paceline.train.run import Setup, Weights
 from paceline.train.shape import drafter_config
 from paceline.train.trainer import Progress, Trainer

@@ -23,7 +23,7 @@ from paceline.drafter.config import SLIDING, DrafterConfig
 from paceline.drafter.dflash import DFlash
 from paceline.engine.runtime import machine
 from paceline.train.config import OptimConfig
-from paceline.train.features import Document
+from paceline.train.data.features import Document
 from paceline.train.trainer import Progress, Trainer
 
 VOCAB, HIDDEN, TAPS, HEAD = 49152, 576, (1, 8, 14, 20, 27), 12288

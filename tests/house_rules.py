@@ -36,12 +36,15 @@ HOMES = {
     "typer": ("cli/",),
     "click": ("cli/",),
     "rich": ("cli/",),
-    "matplotlib": ("bench/plots.py", "train/curves.py"),  # the training curve is drawn where training happens
-    "plotly": ("bench/plots.py", "bench/page.py"),
-    "jinja2": ("bench/page.py",),
-    "prometheus_client": ("bench/counters.py",),
+    "matplotlib": (
+        "bench/pages/plots.py",
+        "train/curves.py",
+    ),  # the training curve is drawn where training happens
+    "plotly": ("bench/pages/plots.py", "bench/pages/page.py"),
+    "jinja2": ("bench/pages/page.py",),
+    "prometheus_client": ("bench/arms/counters.py",),
     "llguidance": ("target/grammar.py",),
-    "dflash": ("bench/oracles.py",),
+    "dflash": ("bench/arms/oracles.py",),
     "fastapi": ("serve/",),
     "starlette": ("serve/",),
     "uvicorn": ("serve/",),
@@ -163,14 +166,14 @@ def _is_torch_or_standard(package: str) -> bool:
 
 def transformers_stays_home(source: Source) -> Iterator[str]:
     """Yields imports of transformers other than models where they run, tokenizers in target/text.py, and types."""
-    runs_models = source.path in ("target/hf.py", "bench/oracles.py")
+    runs_models = source.path in ("target/hf.py", "bench/arms/oracles.py")
     for imported in source.imports:
         if imported.package != "transformers" or imported.for_types_only or runs_models:
             continue
         if not (source.path == "target/text.py" and "token" in imported.dotted.lower()):
             yield (
                 f"{imported.line}: {imported.dotted} belongs to target/hf.py (or, to be compared with, to "
-                "bench/oracles.py), tokenizers to target/text.py"
+                "bench/arms/oracles.py), tokenizers to target/text.py"
             )
 
 

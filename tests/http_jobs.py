@@ -6,7 +6,7 @@ import hashlib
 import socket
 from typing import Any
 
-from paceline.bench.arms import Job
+from paceline.bench.arms.base import Job
 from paceline.core.params import SamplingParams
 from unruly_server import PIECES
 

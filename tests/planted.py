@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from paceline.bench.arms import Load, Outcome
-from paceline.bench.decision import decide
-from paceline.bench.plan import Rules
-from paceline.bench.rows import Row, Run
-from paceline.bench.summary import Decision, Summary
+from paceline.bench.arms.base import Load, Outcome
+from paceline.bench.numbers.summary import Decision, Summary
+from paceline.bench.runs.plan import Rules
+from paceline.bench.runs.rows import Row, Run
+from paceline.bench.verdicts.decision import decide
 from synthetic_runs import Scenario, make_run
 
 KINDS = ("code", "chat", "maths")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.bench.arms import ArmError, Done, Fingerprint, Job, Load, Outcome, Passed
-from paceline.bench.plan import ArmSpec, Plan
-from paceline.bench.workload import Item, Workload
+from paceline.bench.arms.base import ArmError, Done, Fingerprint, Job, Load, Outcome, Passed
+from paceline.bench.runs.plan import ArmSpec, Plan
+from paceline.bench.workloads.workload import Item, Workload
 
 BASIS = {"engine": "scripted 1", "dtype": "float32"}
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.bench.arms import Fingerprint, Load, Outcome, StepTime
-from paceline.bench.plan import ArmSpec, Plan
-from paceline.bench.rows import PassRecord, Place, Row, Run
+from paceline.bench.arms.base import Fingerprint, Load, Outcome, StepTime
+from paceline.bench.runs.plan import ArmSpec, Plan
+from paceline.bench.runs.rows import PassRecord, Place, Row, Run
 
 Ratio = float | Mapping[str, float] | Callable[[str, Load], float]
 NUM_DRAFTS = 7

@@ -21,9 +21,9 @@ from paceline.target.folder import sha256_of
 from paceline.target.native import NativeTarget
 from paceline.target.pull import pull
 from paceline.testing import tiny_drafter, tiny_target
-from paceline.train.adapt import adapt
-from paceline.train.adaptation import Adaptation, AdaptConfig, AdaptEvent
-from paceline.train.judge import verdict
+from paceline.train.adaptation.adapt import adapt
+from paceline.train.adaptation.judge import verdict
+from paceline.train.adaptation.records import Adaptation, AdaptConfig, AdaptEvent
 from tiny_gguf import write_gguf
 
 WORDS = ["ink", "ring", "sing 4", "a king", "4 things", "string", "wing", "bring it in"]

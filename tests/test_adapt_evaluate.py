@@ -11,8 +11,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.types import Request
 from paceline.engine.engine import Engine
 from paceline.testing import BigramDrafter, RandomDrafter, run_checked, tiny_target
-from paceline.train.data import Prompt
-from paceline.train.evaluate import Answer, Comparison, Evaluation, decode, evaluate
+from paceline.train.adaptation.evaluate import Answer, Comparison, Evaluation, decode, evaluate
+from paceline.train.data.prompts import Prompt
 
 TARGET = tiny_target()
 PROMPTS = [Prompt(str(i), "ab"[i % 2], (i + 3, i + 5, 4)) for i in range(8)]

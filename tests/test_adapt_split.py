@@ -11,8 +11,8 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.target.pull import pull
 from paceline.target.text import TextCodec
-from paceline.train.data import Prompt
-from paceline.train.split import Traffic, mix
+from paceline.train.adaptation.split import Traffic, mix
+from paceline.train.data.prompts import Prompt
 from tiny_gguf import write_gguf
 
 ROWS: list[dict[str, Any]] = [

@@ -19,11 +19,11 @@ from paceline.engine.engine import Engine
 from paceline.llm import LLM
 from paceline.target.text import TextCodec
 from paceline.testing import run_checked
-from paceline.train.answers import load_answers, prefill_answers
-from paceline.train.authorship import check_own, measure_authorship
-from paceline.train.data import Prompt, Source, load_prompts
-from paceline.train.features import read_shard
-from paceline.train.regenerate import RegenerateSettings
+from paceline.train.data.answers import load_answers, prefill_answers
+from paceline.train.data.authorship import check_own, measure_authorship
+from paceline.train.data.features import read_shard
+from paceline.train.data.prompts import Prompt, Source, load_prompts
+from paceline.train.data.regenerate import RegenerateSettings
 from tiny_llm import END, START, TEMPLATE, tiny_llm
 
 TURN = "{% for m in messages %}<|start|>{{ SHOWN }}<|end|>{% endfor %}"

@@ -69,7 +69,7 @@ BAD: list[tuple[str, str, str]] = [
     ("checkpoint/store.py", "from paceline.engine.step import step", "checkpoint may not import engine"),
     ("engine/step.py", "from paceline.llm import LLM", "engine may not import llm"),
     ("train/trainer.py", "from paceline.bench import runner", "train may not import bench"),
-    ("bench/runner.py", "from paceline import serve", "bench may not import serve"),
+    ("bench/runs/runner.py", "from paceline import serve", "bench may not import serve"),
     ("serve/app.py", "import paceline.export.vllm", "serve may not import export"),
     ("export/vllm.py", "def f():\n    from paceline.train import config", "export may not import train"),
     ("llm.py", "from paceline.cli.main import main", "llm may not import cli"),
@@ -88,7 +88,7 @@ BAD: list[tuple[str, str, str]] = [
     (
         "train/trainer.py",
         "import matplotlib.pyplot",
-        "matplotlib belongs to bench/plots.py and train/curves.py",
+        "matplotlib belongs to bench/pages/plots.py and train/curves.py",
     ),
     ("llm.py", "import pydantic", "pydantic belongs to serve/"),
     ("cli/main.py", "import uvicorn", "uvicorn belongs to serve/"),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench.arms import Load
-from paceline.bench.local import EngineArm, local_arm
+from paceline.bench.arms.base import Load
+from paceline.bench.arms.local import EngineArm, local_arm
 from paceline.checkpoint.store import DrafterCheckpoint
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.drafter.combined import Combined

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.train.batch import (
+from paceline.train.data.batch import (
     BlockSampler,
     Cursor,
     DraftVocabulary,
@@ -21,7 +21,7 @@ from paceline.train.batch import (
     generator,
     num_anchors,
 )
-from paceline.train.features import ABSENT, Document, blank_top
+from paceline.train.data.features import ABSENT, Document, blank_top
 from paceline.train.losses import IGNORED
 
 VOCAB, WIDTH = 30, 4

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cli_runs import one_target, run, save_drafter
-from paceline.bench.local import EngineArm
-from paceline.bench.records import read_run
+from paceline.bench.arms.local import EngineArm
+from paceline.bench.runs.records import read_run
 
 SMALL = ("--kinds", "math", "--max-new-tokens", 4, "--items-per-kind", 2, "--concurrency", "1,2", "--offline")
 

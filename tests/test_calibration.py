@@ -13,7 +13,7 @@ from calibration import (
     simulate,
     whole_ratios,
 )
-from paceline.bench.arms import Load
+from paceline.bench.arms.base import Load
 from synthetic_runs import Scenario, make_run
 
 PLACES = ["1 at once, temperature 0", "4 at once, temperature 0"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from paceline.bench.arms import Load, Outcome
-from paceline.bench.decision import decide
-from paceline.bench.metrics import summarise
-from paceline.bench.plan import LatencyTarget, Rules
-from paceline.bench.rows import Row, Run
-from paceline.bench.summary import Decision
+from paceline.bench.arms.base import Load, Outcome
+from paceline.bench.numbers.metrics import summarise
+from paceline.bench.numbers.summary import Decision
+from paceline.bench.runs.plan import LatencyTarget, Rules
+from paceline.bench.runs.rows import Row, Run
+from paceline.bench.verdicts.decision import decide
 from planted import KINDS, LOADS, changed, failed, falling, only, planted
 from synthetic_runs import Scenario, make_run
 

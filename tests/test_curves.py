@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from paceline.bench.arms import Load
-from paceline.bench.curves import break_even, capacities, crossovers, frontiers
-from paceline.bench.metrics import summarise
-from paceline.bench.plan import LatencyTarget, Rules
-from paceline.bench.summary import Acceptance, Capacity, Cell, Interval
-from paceline.bench.table import Table, tabulate
+from paceline.bench.arms.base import Load
+from paceline.bench.numbers.curves import break_even, capacities, crossovers, frontiers
+from paceline.bench.numbers.metrics import summarise
+from paceline.bench.numbers.summary import Acceptance, Capacity, Cell, Interval
+from paceline.bench.numbers.table import Table, tabulate
+from paceline.bench.runs.plan import LatencyTarget, Rules
 from synthetic_runs import Scenario, make_run
 
 CLOSED = tuple(Load(n) for n in (1, 2, 4, 8, 16))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.arms import Load, Outcome
-from paceline.bench.decision import decide, headline, is_clear
-from paceline.bench.plan import Rules
-from paceline.bench.rows import Row, Run
-from paceline.bench.summary import Summary
+from paceline.bench.arms.base import Load, Outcome
+from paceline.bench.numbers.summary import Summary
+from paceline.bench.runs.plan import Rules
+from paceline.bench.runs.rows import Row, Run
+from paceline.bench.verdicts.decision import decide, headline, is_clear
 from planted import KINDS, LOADS, SMALL, changed, failed, falling, only, planted, until
 from synthetic_runs import Scenario, make_run
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.bench.arms import Load
-from paceline.bench.design import Design, PlannedPass, lay_out
-from paceline.bench.plan import Plan
-from paceline.bench.workload import Workload
+from paceline.bench.arms.base import Load
+from paceline.bench.runs.design import Design, PlannedPass, lay_out
+from paceline.bench.runs.plan import Plan
+from paceline.bench.workloads.workload import Workload
 from paceline.core.errors import ConfigError
 from scripted_arms import make_plan, make_workload
 

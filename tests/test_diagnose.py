@@ -22,10 +22,16 @@ from paceline.drafter.dflash import DFlash
 from paceline.engine.engine import Engine
 from paceline.target.text import TextCodec
 from paceline.testing import run_checked, tiny_target
-from paceline.train.diagnose import Diagnosis, diagnose
-from paceline.train.questions import DiagnoseSettings, Question, choose, read_questions, write_answers
-from paceline.train.scores import Answer, calibration_error, estimate, student_t, walk
-from paceline.train.trial import variant
+from paceline.train.diagnosis.diagnose import Diagnosis, diagnose
+from paceline.train.diagnosis.questions import (
+    DiagnoseSettings,
+    Question,
+    choose,
+    read_questions,
+    write_answers,
+)
+from paceline.train.diagnosis.scores import Answer, calibration_error, estimate, student_t, walk
+from paceline.train.diagnosis.trial import variant
 from tiny_llm import tiny_llm
 
 VOCAB, SLOTS, TAPS = 48, 4, (1, 3)

@@ -18,10 +18,10 @@ from paceline.drafter.config import SLIDING
 from paceline.drafter.dflash import DFlash
 from paceline.drafter.dflash2 import DFlash2
 from paceline.testing import tiny_drafter, tiny_eagle3, tiny_target
-from paceline.train.causes import examine
-from paceline.train.replay import Parity
-from paceline.train.scores import Answer, Scorer, is_teacher_forced
-from paceline.train.trial import Experiment, Trial, repetition, variant
+from paceline.train.diagnosis.causes import examine
+from paceline.train.diagnosis.replay import Parity
+from paceline.train.diagnosis.scores import Answer, Scorer, is_teacher_forced
+from paceline.train.diagnosis.trial import Experiment, Trial, repetition, variant
 
 LAYERS, TAPS, SLOTS, PROMPT, NUM_BLOCKS, NUM_ANSWERS = 6, (1, 3), 4, 5, 12, 6
 TARGET = tiny_target(num_layers=LAYERS, dtype=torch.float32)

@@ -14,9 +14,9 @@ from paceline.drafter.dflash import DFlash
 from paceline.target.base import TargetOutput, VerifyRows
 from paceline.target.native import NativeTarget
 from paceline.testing import tiny_drafter, tiny_eagle3, tiny_shape, tiny_target, tiny_tensors
-from paceline.train.questions import Question, write_answers
-from paceline.train.replay import Parity, replay
-from paceline.train.scores import Scorer
+from paceline.train.diagnosis.questions import Question, write_answers
+from paceline.train.diagnosis.replay import Parity, replay
+from paceline.train.diagnosis.scores import Scorer
 
 TARGET = tiny_target(num_layers=3)
 QUESTIONS = [Question(str(i), "", None, (5 + i, 9, 30 - i, 17)) for i in range(3)]

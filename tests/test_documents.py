@@ -20,12 +20,12 @@ from paceline.llm import LLM
 from paceline.target.base import TargetOutput, VerifyRows
 from paceline.target.native import NativeTarget
 from paceline.testing import tiny_target
-from paceline.train.batch import BlockSampler, Cursor, DraftVocabulary
 from paceline.train.config import DataConfig, RegenerateConfig, ShapeConfig, SourceConfig, TrainConfig
-from paceline.train.data import Prompt
-from paceline.train.documents import cache_bytes, collect, load_rows
-from paceline.train.features import Document
-from paceline.train.prefill import TEXTS_TOGETHER, OnlineDocument, hidden_of, prefill
+from paceline.train.data.batch import BlockSampler, Cursor, DraftVocabulary
+from paceline.train.data.documents import cache_bytes, collect, load_rows
+from paceline.train.data.features import Document
+from paceline.train.data.prefill import TEXTS_TOGETHER, OnlineDocument, hidden_of, prefill
+from paceline.train.data.prompts import Prompt
 from tiny_llm import tiny_llm
 
 TAPS = (0, 1)
@@ -147,7 +147,7 @@ def test_online_features_are_computed_when_asked_for_and_few_are_kept(
 def test_texts_that_are_read_together_do_not_mix(
     rows_of_a_pass: int, target: CountingTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.train.prefill.PREFILL_ROWS", rows_of_a_pass)
+    monkeypatch.setattr("paceline.train.data.prefill.PREFILL_ROWS", rows_of_a_pass)
     texts = [[(11 * n + 3 * t + n * t) % 61 for t in range(2 + 9 * n)] for n in range(5)]
     seen: dict[tuple[int, int], torch.Tensor] = {}
 

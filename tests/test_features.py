@@ -21,9 +21,9 @@ from paceline.core.types import EMPTY_PROPOSAL, Request
 from paceline.target.base import VerifyRows
 from paceline.target.native import NativeTarget
 from paceline.testing import plain_texts, tiny_target
-from paceline.train.data import Prompt
-from paceline.train.features import ABSENT, Document, FeatureRecorder, read_shard, write_shard
-from paceline.train.regenerate import RegenerateSettings, regenerate
+from paceline.train.data.features import ABSENT, Document, FeatureRecorder, read_shard, write_shard
+from paceline.train.data.prompts import Prompt
+from paceline.train.data.regenerate import RegenerateSettings, regenerate
 
 # Feature shards ------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""`bench.server` and what it stands on, against a real server on this machine that behaves well, badly, or dies."""
+"""`bench.arms.server` and what it stands on, against a real server here that behaves well, badly, or dies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from http_jobs import TEXT, free_port, job
-from paceline.bench import launch
-from paceline.bench import server as server_module
-from paceline.bench.arms import ArmError, Load, Outcome, Passed
-from paceline.bench.server import ServerArm, server_arm
+from paceline.bench.arms import ArmError, Load, Outcome, Passed, launch
+from paceline.bench.arms import server as server_module
+from paceline.bench.arms.server import ServerArm, server_arm
 from paceline.core.errors import ConfigError
 from unruly_server import UnrulyServer, running
 
@@ -251,7 +250,7 @@ def test_ctrl_c_leaves_no_server_and_an_arm_that_can_go_on(monkeypatch: pytest.M
 PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell start without it
-from paceline.bench.server import server_arm
+from paceline.bench.arms.server import server_arm
 arm = server_arm("arm", "server", {"url": sys.argv[1], "command": sys.argv[2]})
 arm.open()
 print("open", flush=True)

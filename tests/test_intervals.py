@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from paceline.bench.intervals import (
+from paceline.bench.numbers.intervals import (
     Clusters,
     Floats,
     Ints,
@@ -24,7 +24,7 @@ from paceline.bench.intervals import (
     share_interval,
     sums,
 )
-from paceline.bench.summary import Interval
+from paceline.bench.numbers.summary import Interval
 
 NUM_RUNS = 1500
 BLOCKS = (3, 6, 12)

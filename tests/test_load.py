@@ -7,9 +7,9 @@ from time import perf_counter, sleep
 
 import pytest
 
-from paceline.bench import load as load_module
-from paceline.bench.arms import ArmError, Job, Load, Outcome
-from paceline.bench.load import drive
+from paceline.bench.arms.base import ArmError, Job, Load, Outcome
+from paceline.bench.runs import load as load_module
+from paceline.bench.runs.load import drive
 from paceline.core.params import SamplingParams
 
 PATIENCE_S = 10.0  # of a barrier that is never whole in a wrong driver

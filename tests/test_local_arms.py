@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench import local
-from paceline.bench.arms import ArmError, Job, Load, Outcome, Passed, text_digest
-from paceline.bench.local import local_arm
+from paceline.bench.arms import ArmError, Job, Load, Outcome, Passed, local, text_digest
+from paceline.bench.arms.local import local_arm
 from paceline.core.params import SamplingParams
 from paceline.core.types import Completion, Request, TokenDelta
 from paceline.drafter.lookup import PromptLookup

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.bench.masking import mask
+from paceline.bench.workloads.masking import mask
 
 SECRETS = [
     ("<key>", "sk-proj-aB3dE6gH9jK2mN5pQ8"),

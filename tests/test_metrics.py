@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from paceline.bench.arms import Fingerprint, Load, Outcome, StepTime
-from paceline.bench.metrics import summarise, summary_to_dict
-from paceline.bench.plan import LatencyTarget, Rules
-from paceline.bench.rows import PassRecord, Place, Row, Run
-from paceline.bench.summary import Cell, Interval, Summary
+from paceline.bench.arms.base import Fingerprint, Load, Outcome, StepTime
+from paceline.bench.numbers.metrics import summarise, summary_to_dict
+from paceline.bench.numbers.summary import Cell, Interval, Summary
+from paceline.bench.runs.plan import LatencyTarget, Rules
+from paceline.bench.runs.rows import PassRecord, Place, Row, Run
 from paceline.core.acceptance import acceptance_length, acceptance_rate, survival
 from paceline.core.types import StepRecord
 from synthetic_runs import Scenario, make_run

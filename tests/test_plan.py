@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.arms import Load
-from paceline.bench.assembly import ARM_KINDS, assemble, needs_pair
-from paceline.bench.plan import ArmSpec, LatencyTarget, Plan, Rules
+from paceline.bench.arms.assembly import ARM_KINDS, assemble, needs_pair
+from paceline.bench.arms.base import Load
+from paceline.bench.runs.plan import ArmSpec, LatencyTarget, Plan, Rules
 from paceline.core.errors import ConfigError
 
 PLANS = Path(__file__).resolve().parent.parent / "benchmarks" / "plans"

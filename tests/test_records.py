@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench import records, runner
-from paceline.bench.plan import ArmSpec
-from paceline.bench.rows import Run
+from paceline.bench.runs import records, runner
+from paceline.bench.runs.plan import ArmSpec
+from paceline.bench.runs.rows import Run
 from paceline.core.errors import ConfigError
 from scripted_arms import ScriptedArm, make_workload, plan_of, three_arms
 

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench import oracles
-from paceline.bench.arms import ArmError, Job, Load, Outcome
-from paceline.bench.local import local_arm
-from paceline.bench.oracles import Transformers, build_assistant
-from paceline.bench.references import REFERENCE_KINDS, ReferenceArm, reference_arm
+from paceline.bench.arms import ArmError, Job, Load, Outcome, oracles
+from paceline.bench.arms.local import local_arm
+from paceline.bench.arms.oracles import Transformers, build_assistant
+from paceline.bench.arms.references import REFERENCE_KINDS, ReferenceArm, reference_arm
 from paceline.checkpoint.store import DrafterCheckpoint
 from paceline.cli.demo import load_demo_prompts
 from paceline.core.errors import ConfigError

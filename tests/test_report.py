@@ -22,16 +22,16 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from paceline.bench import amounts, page, sections
-from paceline.bench.arms import Load
-from paceline.bench.figures import figures
-from paceline.bench.looks import COLOURS, styles
-from paceline.bench.page import document, to_csv, write_report
-from paceline.bench.panels import FOREST, Figure, forest
-from paceline.bench.plan import Plan, Rules
-from paceline.bench.plots import to_plotly, to_png
-from paceline.bench.rows import Run
-from paceline.bench.summary import Cell, Interval, Summary
+from paceline.bench.arms.base import Load
+from paceline.bench.numbers.summary import Cell, Interval, Summary
+from paceline.bench.pages import amounts, page, sections
+from paceline.bench.pages.figures import figures
+from paceline.bench.pages.looks import COLOURS, styles
+from paceline.bench.pages.page import document, to_csv, write_report
+from paceline.bench.pages.panels import FOREST, Figure, forest
+from paceline.bench.pages.plots import to_plotly, to_png
+from paceline.bench.runs.plan import Plan, Rules
+from paceline.bench.runs.rows import Run
 from paceline.cli.report import judge
 from synthetic_runs import Scenario, make_run
 

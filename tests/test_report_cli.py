@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from cli_runs import run as run_command
-from paceline.bench import amounts, records
-from paceline.bench.rows import Run
-from paceline.bench.summary import Interval
+from paceline.bench.numbers.summary import Interval
+from paceline.bench.pages import amounts
+from paceline.bench.runs import records
+from paceline.bench.runs.rows import Run
 from paceline.cli.report import read_verified
 from paceline.core.errors import ConfigError
 from synthetic_runs import Scenario, make_run

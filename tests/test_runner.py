@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import records, runner
-from paceline.bench.arms import ArmError, Load
-from paceline.bench.plan import Plan
-from paceline.bench.rows import Place, Row, Run
+from paceline.bench.arms.base import ArmError, Load
+from paceline.bench.runs import records, runner
+from paceline.bench.runs.plan import Plan
+from paceline.bench.runs.rows import Place, Row, Run
 from paceline.core.errors import ConfigError
 from scripted_arms import BASIS, ScriptedArm, make_plan, make_workload, plan_of, three_arms
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import special
 
-from paceline.bench.plan import ArmSpec, Plan
-from paceline.bench.sequential import level, levels, spent
+from paceline.bench.runs.plan import ArmSpec, Plan
+from paceline.bench.verdicts.sequential import level, levels, spent
 
 
 def test_levels_are_the_published_ones() -> None:

@@ -1,4 +1,4 @@
-"""`bench.counters` and `bench.identity`: what servers count, and what they and their command lines say they are."""
+"""`bench.arms.counters` and `bench.arms.identity`: what servers count, and what they say they are."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.arms import ArmError
-from paceline.bench.counters import difference, parse_counters, read_counters
-from paceline.bench.endpoint import Endpoint, ServerError
-from paceline.bench.identity import describe, llama_facts, sglang_facts, split_flags
-from paceline.bench.server import server_arm
+from paceline.bench.arms.base import ArmError
+from paceline.bench.arms.counters import difference, parse_counters, read_counters
+from paceline.bench.arms.endpoint import Endpoint, ServerError
+from paceline.bench.arms.identity import describe, llama_facts, sglang_facts, split_flags
+from paceline.bench.arms.server import server_arm
 from unruly_server import NUM_PROMPT_TOKENS, UnrulyServer, running
 
 

@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from paceline.core.errors import UnsupportedTargetError
 from paceline.target.hf import HFTarget
 from paceline.train.config import DataConfig, RegenerateConfig, ShapeConfig, TrainConfig
-from paceline.train.data import Prompt
-from paceline.train.documents import collect
-from paceline.train.features import Document
-from paceline.train.prefill import hidden_of
+from paceline.train.data.documents import collect
+from paceline.train.data.features import Document
+from paceline.train.data.prefill import hidden_of
+from paceline.train.data.prompts import Prompt
 
 TAPS, WORLD_SIZE = (0, 2), 2
 PROMPTS = [

@@ -1,4 +1,4 @@
-"""`bench.streaming`: one answer, however its stream is cut, and what it tells of its verify steps."""
+"""`bench.arms.streaming`: one answer, however its stream is cut, and what it tells of its verify steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from http_jobs import TEXT, free_port, job
-from paceline.bench.arms import Outcome
-from paceline.bench.counters import acceptance_in
-from paceline.bench.endpoint import Endpoint, LostConnectionError
-from paceline.bench.streaming import EventParser, request_body, stream_chat
+from paceline.bench.arms.base import Outcome
+from paceline.bench.arms.counters import acceptance_in
+from paceline.bench.arms.endpoint import Endpoint, LostConnectionError
+from paceline.bench.arms.streaming import EventParser, request_body, stream_chat
 from unruly_server import NUM_PROMPT_TOKENS, NUM_TOKENS, PIECES, UnrulyServer, running
 
 

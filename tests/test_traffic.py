@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.bench.traffic import MAX_LISTED, load_log
-from paceline.bench.workload import Workload
+from paceline.bench.workloads.traffic import MAX_LISTED, load_log
+from paceline.bench.workloads.workload import Workload
 from paceline.core.errors import ConfigError
 
 ASK = {"role": "user", "content": "Hi"}

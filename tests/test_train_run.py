@@ -22,7 +22,7 @@ from paceline.target.pull import pull
 from paceline.target.text import TextCodec
 from paceline.testing import assert_lossless
 from paceline.train.config import DataConfig, OptimConfig, RegenerateConfig, ShapeConfig, TrainConfig
-from paceline.train.features import read_shard
+from paceline.train.data.features import read_shard
 from paceline.train.run import TrainEvent, TrainResult, train
 from paceline.train.trainer import Progress
 from tiny_gguf import TOKENS, write_gguf

@@ -16,7 +16,7 @@ import torch
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.drafter.config import FULL, SLIDING
 from paceline.train.curves import write_csv
-from paceline.train.features import Document
+from paceline.train.data.features import Document
 from paceline.train.trainer import STATE, CurveRow, Progress
 from tiny_trainer import (
     SETTINGS,

@@ -14,9 +14,9 @@ from paceline.core.acceptance import accepted_prefix
 from paceline.core.errors import ConfigError
 from paceline.drafter.base import NeuralDrafter
 from paceline.drafter.eagle3 import Eagle3
-from paceline.train.batch import DraftVocabulary, draw_anchors, generator
 from paceline.train.config import OptimConfig
-from paceline.train.features import Document
+from paceline.train.data.batch import DraftVocabulary, draw_anchors, generator
+from paceline.train.data.features import Document
 from paceline.train.trainer import Trainer
 from tiny_trainer import (
     SETTINGS,

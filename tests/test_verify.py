@@ -1,4 +1,4 @@
-"""`bench.losslessness` end to end on tiny pairs: exact ones pass, a wrong verifier meets the check made for it."""
+"""`bench.exactness.losslessness` end to end on tiny pairs: a wrong verifier meets the check made for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import verify_pairs
-from paceline.bench.checks import Check
-from paceline.bench.forcing import at_limit, law_of, measure_draws, measure_gaps
-from paceline.bench.losslessness import Settings, draw, law_checks, sampled_checks, verify_pair
-from paceline.bench.recorder import Block, RecordingDrafter, favourites
-from paceline.bench.texts import decode, greedy_requests, sampled_requests
+from paceline.bench.exactness.checks import Check
+from paceline.bench.exactness.forcing import at_limit, law_of, measure_draws, measure_gaps
+from paceline.bench.exactness.losslessness import Settings, draw, law_checks, sampled_checks, verify_pair
+from paceline.bench.exactness.recorder import Block, RecordingDrafter, favourites
+from paceline.bench.exactness.texts import decode, greedy_requests, sampled_requests
 from paceline.core.errors import ConfigError
 from paceline.core.params import Grammar, SamplingParams
 from paceline.core.sampling import Law

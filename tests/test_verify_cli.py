@@ -11,7 +11,7 @@ import pytest
 
 import verify_pairs
 from cli_runs import one_target, run, save_drafter
-from paceline.bench.prompts import Prompt, load_prompts
+from paceline.bench.workloads.prompts import Prompt, load_prompts
 from paceline.core.errors import ConfigError
 
 SHORT = ("--num-prompts", 2, "--max-new-tokens", 6, "--offline")

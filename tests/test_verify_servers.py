@@ -1,4 +1,4 @@
-"""`bench.remote` against real servers on this machine: exact, wrong, old-fashioned, and broken ones."""
+"""`bench.exactness.remote` against real servers on this machine: exact, wrong, old-fashioned, and broken ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import verify_pairs
-from paceline.bench.checks import Check
-from paceline.bench.client import Server
-from paceline.bench.endpoint import ServerError
-from paceline.bench.losslessness import Settings
-from paceline.bench.prompts import Prompt
-from paceline.bench.remote import CONTROL_SEED, verify_servers
+from paceline.bench.arms.endpoint import ServerError
+from paceline.bench.exactness.checks import Check
+from paceline.bench.exactness.client import Server
+from paceline.bench.exactness.losslessness import Settings
+from paceline.bench.exactness.remote import CONTROL_SEED, verify_servers
+from paceline.bench.workloads.prompts import Prompt
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.testing import BigramDrafter

@@ -9,10 +9,10 @@ import pytest
 import torch
 from scipy import stats
 
-from paceline.bench import statistics
-from paceline.bench.checks import Check, Report, judge
-from paceline.bench.forcing import ROUNDING_STEPS, step_at
-from paceline.bench.statistics import Floats, Moments
+from paceline.bench.exactness import statistics
+from paceline.bench.exactness.checks import Check, Report, judge
+from paceline.bench.exactness.forcing import ROUNDING_STEPS, step_at
+from paceline.bench.exactness.statistics import Floats, Moments
 
 NUM_RUNS, NUM_POSITIONS = 400, 300
 

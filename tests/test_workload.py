@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.bench.workload import Item, Workload, builtin, from_prompt_files
+from paceline.bench.workloads.workload import Item, Workload, builtin, from_prompt_files
 from paceline.core.errors import ConfigError
 from paceline.core.prompts import Messages
 

@@ -20,7 +20,7 @@ from paceline.drafter.dflash import DFlash
 from paceline.drafter.dflash2 import DFlash2
 from paceline.drafter.eagle3 import Eagle3
 from paceline.train.config import OptimConfig
-from paceline.train.features import Document
+from paceline.train.data.features import Document
 from paceline.train.parallel import Ranks
 from paceline.train.trainer import STATE, Progress, Trainer
 

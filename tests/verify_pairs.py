@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paceline.engine.step
-from paceline.bench.prompts import Prompt
+from paceline.bench.workloads.prompts import Prompt
 from paceline.core.sampling import Law
 from paceline.core.types import EMPTY_PROPOSAL, Proposal, Verdict
 from paceline.drafter.base import Drafter

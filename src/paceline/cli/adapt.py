@@ -18,9 +18,9 @@ from paceline.cli.output import INTERRUPTED, fields, note, say_error, words, wri
 from paceline.target.pull import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from paceline.bench.workload import Workload
-    from paceline.train.adapt import Observe
-    from paceline.train.adaptation import Adaptation, AdaptConfig, AdaptEvent
+    from paceline.bench.workloads.workload import Workload
+    from paceline.train.adaptation.adapt import Observe
+    from paceline.train.adaptation.records import Adaptation, AdaptConfig, AdaptEvent
 
 app = typer.Typer()
 
@@ -98,7 +98,7 @@ def adapt(
     one is kept only where it is better there and about as good on general prompts; the text is the target's with
     either. Ctrl-C keeps what is done, and the same command goes on.
     """
-    from paceline.train.adaptation import AdaptConfig
+    from paceline.train.adaptation.records import AdaptConfig
 
     config = AdaptConfig(
         out=str(out),
@@ -132,7 +132,7 @@ def _run(
 ) -> Adaptation:
     note(f"adapting a drafter for {config.target} in {config.out}, {config.minutes:g} minutes at most")
     with Interrupt() as interrupt, _watching() as observe:
-        from paceline.train.adapt import adapt as run
+        from paceline.train.adaptation.adapt import adapt as run
 
         try:
             return run(
@@ -156,8 +156,8 @@ def read_traffic(path: Path) -> list[dict[str, Any]]:
         ConfigError: nothing in it that can be asked.
         OSError: a file that cannot be read.
     """
-    from paceline.bench.traffic import load_log
-    from paceline.bench.workload import read_lines, stem_of
+    from paceline.bench.workloads.traffic import load_log
+    from paceline.bench.workloads.workload import read_lines, stem_of
     from paceline.core.prompts import parse_rows
 
     first = _keys_of(next((line for line in read_lines(path) if line.strip()), ""))
@@ -168,7 +168,7 @@ def read_traffic(path: Path) -> list[dict[str, Any]]:
 
 def read_general(path: Path | None) -> list[dict[str, Any]]:
     """Returns the rows of a file, or of the set that ships with the package."""
-    from paceline.bench.workload import builtin
+    from paceline.bench.workloads.workload import builtin
 
     return _rows_of(builtin()) if path is None else read_traffic(path)
 

@@ -21,9 +21,9 @@ from paceline.cli.verdict import show
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.bench.plan import ArmSpec, Plan
-    from paceline.bench.rows import Run
-    from paceline.bench.workload import Workload
+    from paceline.bench.runs.plan import ArmSpec, Plan
+    from paceline.bench.runs.rows import Run
+    from paceline.bench.workloads.workload import Workload
 
 app = typer.Typer()
 
@@ -190,7 +190,7 @@ def bench(
     keeps what was measured, and --resume goes on.
     """
     require_libraries()
-    from paceline.bench.page import document, write_report
+    from paceline.bench.pages.page import document, write_report
 
     if quick:
         design, traffic, arm = _quick(design, traffic, arm, plan)
@@ -230,8 +230,8 @@ def _quick(
 
 def _plan(path: Path | None, arms: list[str] | None, design: Design, decide: Decide) -> Plan:
     """Returns the plan of a file or the usual one, with everything that the options say."""
-    from paceline.bench.arms import Load
-    from paceline.bench.plan import ArmSpec, LatencyTarget, Plan, Rules
+    from paceline.bench.arms.base import Load
+    from paceline.bench.runs.plan import ArmSpec, LatencyTarget, Plan, Rules
 
     specs = tuple(ArmSpec.parse(text) for text in arms or ())
     if path is not None:
@@ -317,8 +317,8 @@ def _with_key(spec: ArmSpec) -> ArmSpec:
 
 def _workload(traffic: Traffic) -> Workload:
     """Returns the built-in set, the prompts of files, or a log's requests."""
-    from paceline.bench.traffic import load_log
-    from paceline.bench.workload import builtin, from_prompt_files
+    from paceline.bench.workloads.traffic import load_log
+    from paceline.bench.workloads.workload import builtin, from_prompt_files
 
     of_logs = {"--kind-field": traffic.kind_field, "--kind-rule": traffic.kind_rule, "--mask": traffic.mask}
     if traffic.log is None and any(of_logs.values()):
@@ -359,9 +359,9 @@ def _folder(out: Path | None, resume: bool) -> Path:
 
 def _measure(pair: options.Pair, plan: Plan, workload: Workload, folder: Path, *, resume: bool) -> Run:
     """Returns the run of the folder, after Ctrl-C with how to go on."""
-    from paceline.bench.assembly import assemble
-    from paceline.bench.decision import is_clear
-    from paceline.bench.runner import run
+    from paceline.bench.arms.assembly import assemble
+    from paceline.bench.runs.runner import run
+    from paceline.bench.verdicts.decision import is_clear
 
     arms = assemble(plan, lambda: open_pair(pair))
     note(f"measuring into {folder}")

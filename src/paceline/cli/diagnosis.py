@@ -17,10 +17,10 @@ from paceline.core.errors import ConfigError
 from paceline.target.pull import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from paceline.train.diagnose import Acceptance, Diagnosis, Part, Slot
-    from paceline.train.replay import Parity
-    from paceline.train.scores import Estimate
-    from paceline.train.trial import Experiment
+    from paceline.train.diagnosis.diagnose import Acceptance, Diagnosis, Part, Slot
+    from paceline.train.diagnosis.replay import Parity
+    from paceline.train.diagnosis.scores import Estimate
+    from paceline.train.diagnosis.trial import Experiment
 
 _STAGES = {
     "answers": "answers of the target",
@@ -57,8 +57,8 @@ def run(
     if llm.neural is None or llm.checkpoint is None:
         raise ConfigError(f"--diagnose: expected a drafter with weights, got {name!r}; hint: name its folder")
     from paceline.drafter.eagle3 import Eagle3
-    from paceline.train.diagnose import diagnose, rope_theta_of
-    from paceline.train.questions import DiagnoseSettings, read_questions
+    from paceline.train.diagnosis.diagnose import diagnose, rope_theta_of
+    from paceline.train.diagnosis.questions import DiagnoseSettings, read_questions
 
     own = llm.neural.token_ids if isinstance(llm.neural, Eagle3) else llm.checkpoint.token_ids
     with _watching() as tell:
@@ -184,7 +184,7 @@ def _causes(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _evidence(evidence: dict[str, Any]) -> str:
-    from paceline.train.scores import Estimate
+    from paceline.train.diagnosis.scores import Estimate
 
     said = []
     for name, value in evidence.items():

@@ -16,8 +16,8 @@ from paceline.cli.output import note, write_json
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.bench.rows import Run
-    from paceline.bench.summary import Summary
+    from paceline.bench.numbers.summary import Summary
+    from paceline.bench.runs.rows import Run
 
 app = typer.Typer()
 
@@ -45,9 +45,9 @@ def report(
     Works for runs that were interrupted, with what they have.
     """
     require_libraries()
-    from paceline.bench.decision import headline
-    from paceline.bench.page import document, write_report
-    from paceline.bench.records import read_run
+    from paceline.bench.pages.page import document, write_report
+    from paceline.bench.runs.records import read_run
+    from paceline.bench.verdicts.decision import headline
 
     found = read_run(run)
     verified = read_verified(found, verify or ())
@@ -67,9 +67,9 @@ def judge(run: Run, verified: dict[str, dict[str, Any]]) -> Summary:
     Raises:
         ConfigError: a plan that this version does not understand.
     """
-    from paceline.bench.decision import decide
-    from paceline.bench.metrics import summarise
-    from paceline.bench.plan import Plan
+    from paceline.bench.numbers.metrics import summarise
+    from paceline.bench.runs.plan import Plan
+    from paceline.bench.verdicts.decision import decide
 
     rules = Plan.from_dict(run.plan, "plan of the run").rules
     summary = summarise(run, rules)

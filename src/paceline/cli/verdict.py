@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from paceline.bench.summary import Cell, Decision, Summary
+    from paceline.bench.numbers.summary import Cell, Decision, Summary
 
 _STYLES = {"on": "bold green", "off": "bold red", "cannot tell": "bold yellow"}
 
@@ -58,7 +58,7 @@ def _loads(summary: Summary) -> Table:
 
 
 def _row(cell: Cell) -> tuple[str, ...]:
-    from paceline.bench.amounts import number, seconds, span
+    from paceline.bench.pages.amounts import number, seconds, span
 
     tau = None if cell.acceptance is None else cell.acceptance.length.estimate
     return (

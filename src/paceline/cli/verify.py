@@ -33,9 +33,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from paceline.bench.checks import Check, Report
-    from paceline.bench.losslessness import Settings
-    from paceline.bench.prompts import Prompt
+    from paceline.bench.exactness.checks import Check, Report
+    from paceline.bench.exactness.losslessness import Settings
+    from paceline.bench.workloads.prompts import Prompt
     from paceline.llm import LLM
 
 app = typer.Typer()
@@ -117,7 +117,7 @@ def verify(
     if not is_remote and pair.drafter == "none":
         raise typer.BadParameter("there is nothing to verify without a drafter", param_hint="--drafter")
     _require_scipy()
-    from paceline.bench.losslessness import Settings
+    from paceline.bench.exactness.losslessness import Settings
 
     with named_as_options():
         settings = Settings(
@@ -155,8 +155,8 @@ def examine(
     """
     from dataclasses import asdict, replace
 
-    from paceline.bench.checks import Report
-    from paceline.bench.prompts import load_prompts
+    from paceline.bench.exactness.checks import Report
+    from paceline.bench.workloads.prompts import load_prompts
     from paceline.engine.runtime import machine
 
     with_drafter = pair if not _is_remote(servers) else replace(pair, drafter="none")
@@ -175,7 +175,7 @@ def examine(
 
 
 def _examine_pair(llm: LLM, prompts: list[Prompt], settings: Settings) -> tuple[Check, ...]:
-    from paceline.bench.losslessness import verify_pair
+    from paceline.bench.exactness.losslessness import verify_pair
 
     if llm.drafter is None:
         raise ConfigError(
@@ -188,8 +188,8 @@ def _examine_pair(llm: LLM, prompts: list[Prompt], settings: Settings) -> tuple[
 def _examine_servers(
     llm: LLM, servers: Servers, prompts: list[Prompt], settings: Settings
 ) -> tuple[tuple[Check, ...], dict[str, object]]:
-    from paceline.bench.client import Server
-    from paceline.bench.remote import verify_servers
+    from paceline.bench.exactness.client import Server
+    from paceline.bench.exactness.remote import verify_servers
 
     plain, speculative = (
         Server(

@@ -34,7 +34,7 @@ ANSWERS, FEATURES = ("regenerate", "given"), ("cached", "online")
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """One prompt file of `data.folder`; see `train.data.Source`."""
+    """One prompt file of `data.folder`; see `train.data.prompts.Source`."""
 
     file: str
     limit: int | None = None
@@ -91,7 +91,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class RegenerateConfig:
-    """How the target answers; see `train.regenerate.RegenerateSettings`."""
+    """How the target answers; see `train.data.regenerate.RegenerateSettings`."""
 
     max_new_tokens: int = 200
     temperatures: tuple[float, ...] = (0.0,)

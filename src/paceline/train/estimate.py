@@ -20,11 +20,11 @@ from paceline.core.types import Completion, Request
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import memory_limit_bytes, peak_memory_bytes, reset_peak_memory
 from paceline.target.base import Target
-from paceline.train.batch import generator
 from paceline.train.config import RegenerateConfig
-from paceline.train.documents import cache_bytes
-from paceline.train.features import Document, FeatureRecorder
-from paceline.train.prefill import TEXTS_TOGETHER, prefill
+from paceline.train.data.batch import generator
+from paceline.train.data.documents import cache_bytes
+from paceline.train.data.features import Document, FeatureRecorder
+from paceline.train.data.prefill import TEXTS_TOGETHER, prefill
 from paceline.train.run import Setup, Weights
 from paceline.train.trainer import STATE, Progress
 

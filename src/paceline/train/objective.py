@@ -7,8 +7,8 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.drafter.base import NeuralDrafter
 from paceline.drafter.config import DrafterConfig
-from paceline.train.batch import TrainBatch
 from paceline.train.config import OptimConfig
+from paceline.train.data.batch import TrainBatch
 from paceline.train.losses import (
     BlockLoss,
     Selector,

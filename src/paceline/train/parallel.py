@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.errors import PacelineError
-from paceline.train.batch import BlockSampler, TrainBatch
-from paceline.train.features import Document
+from paceline.train.data.batch import BlockSampler, TrainBatch
+from paceline.train.data.features import Document
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=30)

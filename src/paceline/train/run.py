@@ -21,9 +21,9 @@ from paceline.target.pull import pull
 from paceline.target.text import TextCodec
 from paceline.train.config import TrainConfig
 from paceline.train.curves import write_csv, write_pictures
-from paceline.train.data import Prompt, digest
-from paceline.train.documents import collect, load_rows
-from paceline.train.features import Document
+from paceline.train.data.documents import collect, load_rows
+from paceline.train.data.features import Document
+from paceline.train.data.prompts import Prompt, digest
 from paceline.train.parallel import Ranks
 from paceline.train.shape import WORK_DTYPE, drafter_config, new_drafter
 from paceline.train.trainer import ALONE, STATE, Best, CurveRow, Progress, Trainer, check_fit

@@ -25,9 +25,9 @@ from paceline.drafter.dflash import DFlash
 from paceline.drafter.dflash2 import DFlash2
 from paceline.target.weights import Shape, read_tensors
 from paceline.train.config import ShapeConfig, TrainConfig
-from paceline.train.features import Document
+from paceline.train.data.features import Document
+from paceline.train.data.prefill import hidden_of
 from paceline.train.initialise import initialise
-from paceline.train.prefill import hidden_of
 
 WORK_DTYPE = torch.float32
 NUM_LAYERS, BLOCK_SIZE = 5, 16

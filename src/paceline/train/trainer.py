@@ -18,9 +18,9 @@ from paceline.core.acceptance import accepted_prefix
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.drafter.base import NeuralDrafter
 from paceline.drafter.config import DrafterConfig, NeuralConfig
-from paceline.train.batch import Cursor, DraftVocabulary, TrainBatch, draw_anchors, generator
 from paceline.train.config import OptimConfig
-from paceline.train.features import Document
+from paceline.train.data.batch import Cursor, DraftVocabulary, TrainBatch, draw_anchors, generator
+from paceline.train.data.features import Document
 from paceline.train.losses import IGNORED
 from paceline.train.objective import Objective
 from paceline.train.optimizer import Muon, schedule, split_parameters
