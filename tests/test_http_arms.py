@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from http_jobs import TEXT, free_port, job
-from paceline.bench.arms import ArmError, Load, Outcome, Passed, launch
+from paceline.bench.arms import launch
 from paceline.bench.arms import server as server_module
+from paceline.bench.arms.base import ArmError, Load, Outcome, Passed
 from paceline.bench.arms.server import ServerArm, server_arm
 from paceline.core.errors import ConfigError
 from unruly_server import UnrulyServer, running

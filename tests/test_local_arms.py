@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench.arms import ArmError, Job, Load, Outcome, Passed, local, text_digest
+from paceline.bench.arms import local
+from paceline.bench.arms.base import ArmError, Job, Load, Outcome, Passed, text_digest
 from paceline.bench.arms.local import local_arm
 from paceline.core.params import SamplingParams
 from paceline.core.types import Completion, Request, TokenDelta

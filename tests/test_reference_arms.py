@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench.arms import ArmError, Job, Load, Outcome, oracles
+from paceline.bench.arms import oracles
+from paceline.bench.arms.base import ArmError, Job, Load, Outcome
 from paceline.bench.arms.local import local_arm
 from paceline.bench.arms.oracles import Transformers, build_assistant
 from paceline.bench.arms.references import REFERENCE_KINDS, ReferenceArm, reference_arm
