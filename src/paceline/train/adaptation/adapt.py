@@ -259,7 +259,7 @@ class _Adapting:
             regenerate=RegenerateConfig(
                 max_new_tokens=config.max_new_tokens,
                 temperatures=config.temperatures,
-                num_sequences=PROMPTS_PER_SHARD,
+                num_sequences=PROMPTS_PER_SHARD // 2,  # as one ends the next begins: passes stay wide
                 prompts_per_shard=PROMPTS_PER_SHARD,
                 seed=config.seed,
             ),

@@ -10,10 +10,10 @@ from paceline.train.data.prompts import Prompt
 from paceline.train.run import TrainEvent
 from paceline.train.trainer import Progress
 
-ANSWERS_SHARE, MEASURING_SHARE = 0.3, 0.2
+ANSWERS_SHARE, MEASURING_SHARE = 0.4, 0.2
 """Of the time: what answers may take, and what measuring may take; the steps get the rest."""
 
-PROMPTS_PER_SHARD, BLOCKS_PER_STEP = 32, 128
+PROMPTS_PER_SHARD, BLOCKS_PER_STEP = 128, 128
 WARM_UP_STEPS, MIN_STEPS, MAX_STEPS = 20, 40, 1_000_000
 NUM_EVALUATIONS = 6
 MIN_MEASURED, MAX_MEASURED = 4, 64
