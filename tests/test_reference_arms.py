@@ -25,7 +25,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.types import Completion, Request
 from paceline.engine.engine import Engine
 from paceline.llm import LLM
-from paceline.testing import run_checked, tiny_drafter, tiny_target
+from paceline.testing import run_checked, tiny_drafter, tiny_eagle3, tiny_target
 from test_drafter_parity import BLOCK, NUM_NEW, VARIANTS, VOCAB, transformers_model
 
 DFLASH_KINDS = ("transformers-dflash", "zlab")
@@ -38,7 +38,7 @@ ONE_AT_ONCE = Load(1)
 
 
 @pytest.mark.parametrize(
-    "variant", [name for name in VARIANTS if "three taps" not in name]
+    "variant", [name for name in VARIANTS if "three taps" not in name and "dflash 2" not in name]
 )  # see the refusals
 def test_transformers_own_dflash_takes_our_rounds(variant: str) -> None:
     """Its loop and its drafter, with the masks of z-lab's format, on texts longer than any window."""
@@ -295,6 +295,14 @@ def test_refusals_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair(), "checkpoint", last)
     for kind in DFLASH_KINDS:
         with pytest.raises(ArmError, match=r"reads layer 29, the last one, .* behind the final norm"):
+            reference_arm("theirs", kind, {}, pair()).open()
+    drafter = tiny_drafter(tiny_target(), BLOCK, variant="dflash2")
+    with pytest.raises(ArmError, match="of the first kind alone"):
+        build_assistant(DrafterCheckpoint.of(drafter, torch.float64, {}), torch.float64)
+    eagle = DrafterCheckpoint.of(tiny_eagle3(tiny_target(), BLOCK), torch.float64, {})
+    monkeypatch.setattr(pair(), "checkpoint", eagle)
+    for kind in DFLASH_KINDS:
+        with pytest.raises(ArmError, match="got an EAGLE-3 one"):
             reference_arm("theirs", kind, {}, pair()).open()
     monkeypatch.setattr(pair(), "checkpoint", None)
     for kind in DFLASH_KINDS:

@@ -220,10 +220,11 @@ def build_assistant(
     In z-lab's format layers that slide look back only, unless the config says otherwise; so a hook hands the masks in.
 
     Raises:
-        ArmError: a transformers that has none.
+        ArmError: a transformers that has none, or a drafter that it cannot run.
     """
     config = checkpoint.config
-    assert isinstance(config, DrafterConfig)
+    if not isinstance(config, DrafterConfig) or config.variant != "dflash":
+        raise ArmError("transformers runs DFlash drafters of the first kind alone; hint: leave the arm out")
     model = _empty_assistant(config)
     names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
     tensors = {names.get(name, name): tensor.to(dtype) for name, tensor in checkpoint.tensors.items()}
@@ -375,10 +376,8 @@ def drafter_of(llm: LLM) -> DrafterCheckpoint:
             "a DFlash arm needs a drafter, and the pair has none; hint: give one, or leave the arm out"
         )
     config = llm.checkpoint.config
-    if not isinstance(config, DrafterConfig) or config.variant != "dflash":
-        raise ArmError(
-            "expected a DFlash drafter of the first kind, got another kind; hint: leave the arm out"
-        )
+    if not isinstance(config, DrafterConfig):
+        raise ArmError("expected a DFlash drafter, got an EAGLE-3 one; hint: leave the arm out")
     if config.target_layer_ids[-1] == config.num_target_layers - 1:
         raise ArmError(
             f"target_layer_ids: this drafter reads layer {config.target_layer_ids[-1]}, the last one, whose output "
