@@ -1,9 +1,10 @@
-"""Plain decoding, DFlash as chains and as small trees, and transformers, on held-out prompts, interleaved in one run.
+"""Plain decoding, DFlash as chains, as small trees and beside lookup, and transformers, interleaved in one run.
 
-    python benchmarks/decode.py [--data DIR] [--num-prompts 16] [--max-new-tokens 128]
+    python benchmarks/decode.py [--data DIR] [--num-prompts 16] [--max-new-tokens 128] [--temperature 0.8]
 
-For each prompt, in an order that alternates: plain decoding, DFlash with chains of its own length, DFlash with trees,
-and (on every fourth prompt) transformers' `generate` on the same weights. Batch 1, temperature 0. Rates count tokens
+For each held-out prompt, in an order that alternates: plain decoding, DFlash with chains of its own length, with trees,
+with trees where prompt lookup finds nothing, and (on every fourth prompt) transformers' `generate` on the same weights.
+Batch 1, greedily, then at the temperature (with a seed a prompt, so that texts can be compared). Rates count tokens
 after the first one over the seconds after the first one; the ratio is plain seconds over DFlash seconds for the same
 tokens. `--dtype bfloat16 --only-tokens` compares tokens where bfloat16 has no matrix products of its own.
 """
@@ -24,8 +25,10 @@ import torch
 from paceline.core.acceptance import acceptance_length, survival
 from paceline.core.params import SamplingParams
 from paceline.core.types import Completion, Request, StepRecord
+from paceline.drafter.combined import Combined, sure_lookup
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import machine, probe_rows
+from paceline.engine.tree import TreeDrafter
 from paceline.llm import LLM
 
 SETS = ("gsm8k_test", "mbpp", "mt_bench", "support")
@@ -95,25 +98,31 @@ def complete(engine: Engine, ids: Sequence[int], params: SamplingParams) -> Comp
 
 
 def run_dtype(
-    llm: LLM, arguments: argparse.Namespace, reference: Reference | None
+    llm: LLM, arguments: argparse.Namespace, temperature: float, reference: Reference | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns the rows of one dtype, by set and kind of draft, and the totals by kind of draft."""
-    assert llm.drafter is not None
+    neural, nodes = llm.neural, llm.tree_nodes
+    assert neural is not None
     dtype, rows = str(llm.dtype).removeprefix("torch."), []
-    names = {"chain": f"chain of {llm.drafter.block_size - 1}", "tree": f"tree of {llm.tree_nodes}"}
+    names = {
+        "chain": f"chain of {neural.block_size - 1}",
+        "tree": f"tree of {nodes}",
+        "lookup": f"tree of {nodes}, lookup",
+    }
     engines = {
         "plain": lambda: llm.new_engine(plain=True, max_sequences=1),
         "chain": lambda: llm.new_engine(tree_nodes=None, max_sequences=1),
-        "tree": lambda: llm.new_engine(max_sequences=1),
     }
-    if llm.tree_nodes is None:  # in bfloat16, unless asked for
-        del engines["tree"]
+    if nodes is not None:  # not in bfloat16, unless asked for
+        both = Combined(sure_lookup(), TreeDrafter(neural, nodes))
+        engines["tree"] = lambda: llm.new_engine(max_sequences=1)
+        engines["lookup"] = lambda: llm.new_engine(drafter=both, max_sequences=1)
     drafted = [kind for kind in engines if kind != "plain"]
     totals = {kind: Tally() for kind in drafted}
-    params = SamplingParams(max_new_tokens=arguments.max_new_tokens)
     for name in SETS:
         tallies = {kind: Tally() for kind in drafted}
         for i, prompt in enumerate(load_prompts(arguments.data, name, arguments.num_prompts)):
+            params = SamplingParams(arguments.max_new_tokens, temperature=temperature, seed=i)
             ids, order = llm.render(prompt), list(engines)
             order = order[i % len(order) :] + order[: i % len(order)]
             done = {kind: complete(engines[kind](), ids, params) for kind in order}
@@ -197,6 +206,7 @@ def main() -> None:
     parser.add_argument("--tree-nodes", type=int, help="nodes of a tree; what pays here if not given")
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--only-tokens", action="store_true", help="leave transformers and batches out")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -207,7 +217,7 @@ def main() -> None:
         complete(llm.new_engine(plain=plain), llm.render("Say hello."), SamplingParams(max_new_tokens=16))
     whole = not arguments.only_tokens
     reference = Reference(llm.folder, llm.dtype, arguments.max_new_tokens) if whole else None
-    rows, totals = run_dtype(llm, arguments, reference)
+    rows, totals = run_dtype(llm, arguments, 0.0, reference)
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
@@ -219,6 +229,8 @@ def main() -> None:
         "totals": totals,
     }
     if reference is not None:
+        drawn, drawn_totals = run_dtype(llm, arguments, arguments.temperature, None)
+        result["sampled"] = {"temperature": arguments.temperature, "rows": drawn, "totals": drawn_totals}
         result["transformers"] = reference.row()
         result["batch"] = batch_rates(llm, arguments.data, (1, 8, 64), 48)
     out = arguments.out or Path(f"benchmarks/results/decode_{arguments.dtype}.json")

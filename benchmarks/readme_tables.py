@@ -49,6 +49,7 @@ def decode_block(results: Path) -> str:
         totals = [_decode_row({**row, "set": "**all**"}) for row in result["totals"]]
         notes = [
             _source_line(result, path),
+            *_sampled_line(result),
             *_half_line(results / "decode_bfloat16.json"),
             *_other_lines(result),
         ]
@@ -86,6 +87,19 @@ def _source_line(result: dict[str, Any], path: Path) -> str:
         f"{result['row_invariance']}. Measured {result['date']} by `{result['command']}` on {where}; stored in "
         f"`benchmarks/results/{path.name}`."
     )
+
+
+def _sampled_line(result: dict[str, Any]) -> list[str]:
+    """Returns a sentence on sampled texts, where they were measured."""
+    if "sampled" not in result:
+        return []
+    found = result["sampled"]
+    cells = [
+        f"{row['drafts']} τ {row['acceptance_length']:.2f}, {row['ratio']:.2f}× "
+        f"({row['num_identical']} of {row['num_prompts']} texts the same)"
+        for row in found["totals"]
+    ]
+    return [f"At temperature {found['temperature']:g} over all prompts: {'; '.join(cells)}."]
 
 
 def _half_line(path: Path) -> list[str]:

@@ -215,6 +215,15 @@ def test_table_is_written_from_the_result(tmp_path: Path) -> None:
     assert render(written, tmp_path) == written
 
 
+def test_sampled_texts_have_a_sentence(tmp_path: Path) -> None:
+    sampled = {"temperature": 0.8, "totals": [_row("all", num_identical=1)]}
+    _store(tmp_path, _row("maths"), sampled=sampled)
+    assert (
+        "At temperature 0.8 over all prompts: chain of 7 τ 2.35, 1.89× (1 of 2 texts the same).\n"
+        in render(BLOCK, tmp_path)
+    )
+
+
 def test_other_results_follow_the_table_where_they_exist(tmp_path: Path) -> None:
     batch = [{"batch": 1, "tokens_per_s": 10.0}, {"batch": 64, "tokens_per_s": 75.0}]
     _store(tmp_path, _row("maths"), transformers={"ratio": 1.5}, batch=batch)
