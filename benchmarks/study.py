@@ -193,7 +193,7 @@ def store(
     arm: Arm, setup: Setup, trainer: Trainer, documents: list[Document], per_block: float, num_blocks: int
 ) -> None:
     """Adds an arm to the stored result, in place of an earlier one of that name."""
-    known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"arms": {}}
+    known = stored()
     row, held_out = trainer.curve[-1], setup.recipe.train.held_out_documents
     found = {
         "title": arm.title,
@@ -233,9 +233,17 @@ def store(
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
+def stored() -> dict[str, Any]:
+    """Returns the stored result; one without arms where nothing was measured yet."""
+    result: dict[str, Any] = {"arms": {}}
+    return json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else result
+
+
 def table(result: dict[str, Any]) -> str:
     """Returns the study as Markdown."""
     arms = result["arms"]
+    if not arms:
+        return "Not measured yet: `python benchmarks/study.py run FOLDER` measures, and `write` writes this table.\n"
     lines = [
         "| arm | τ | slot 1 | slot 2 | slot 3 | parameters | answer tokens | blocks | operations |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -285,10 +293,11 @@ def draw(result: dict[str, Any]) -> None:
 
 def write() -> None:
     """Rewrites the study in docs/training.md and its figure."""
-    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    result = stored()
     text = DOCUMENT.read_text(encoding="utf-8")
     DOCUMENT.write_text(_BLOCK.sub(lambda m: m[1] + table(result) + m[3], text), encoding="utf-8")
-    draw(result)
+    if result["arms"]:
+        draw(result)
 
 
 def main() -> None:
