@@ -195,7 +195,10 @@ def test_a_finished_run_is_not_made_again(config: AdaptConfig, whole: Adaptation
             adapt(changed, rows, GENERAL)
 
 
-def test_answers_end_where_their_time_does(config: AdaptConfig, tmp_path: Path) -> None:
+def test_answers_end_where_their_time_does(
+    config: AdaptConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.train.adaptation.adapt.PROMPTS_PER_SHARD", 32)
     events: list[AdaptEvent] = []
     observe, should_stop = stop_at("steps", 1)
     hasty = replace(config, out=str(tmp_path), minutes=1e-6)
