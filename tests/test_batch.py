@@ -257,3 +257,13 @@ def test_a_batch_may_be_empty() -> None:
     drawing = sampler([make_conversation(0, [(2, 4)], 3)], blocks_per_step=1, anchors_per_document=1, seed=0)
     batch = drawing.assemble([], 4)
     assert (batch.num_blocks, batch.labels.shape, batch.documents) == (0, (0, 4), [])
+
+
+def test_what_a_drafter_has_learned_to_draft_stays_in_its_vocabulary() -> None:
+    ids = torch.tensor([1, 5, 5, 5, 6, 6, 7])
+    document = Document(ids, torch.arange(7) > 0, torch.zeros(7, 2))
+    assert DraftVocabulary.covering([document], 20, 3).token_ids.tolist() == [5, 6, 7]
+    learned = torch.tensor([2, 11])
+    vocabulary = DraftVocabulary.covering([document], 20, 3, learned)
+    assert vocabulary.token_ids.tolist() == [2, 5, 11]
+    assert vocabulary.index[[2, 5, 11, 6]].tolist() == [0, 1, 2, IGNORED]

@@ -182,3 +182,12 @@ def test_every_recipe_reads_and_is_json(path: Path) -> None:
     config = TrainConfig.from_toml(path)
     assert json.loads(json.dumps(config.to_dict()))["target"] == config.target
     assert config.train.decay_steps < config.train.max_steps
+
+
+def test_a_recipe_says_nothing_of_this_machines_folders(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'out = "{tmp_path}/run"\n[drafter]\nmask_token_id = 1\ninitial_drafter = "{tmp_path}/first"\n'
+    )
+    said = TrainConfig.from_toml(recipe).portable()
+    assert said["drafter"]["initial_drafter"] == "first" and str(tmp_path) not in str(said)
