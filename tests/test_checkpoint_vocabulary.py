@@ -29,6 +29,13 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_built_drafter_knows_what_it_has_learned_to_draft() -> None:
+    ids = torch.tensor([0, 3, 60])
+    learned = replace(checkpoint(), token_ids=ids).build(torch.float64).learned_ids
+    assert learned is not None and torch.equal(learned, ids)
+    assert checkpoint().build(torch.float64).learned_ids is None
+
+
 def test_token_ids_travel_with_the_drafter(folder: Path) -> None:
     replace(checkpoint(), token_ids=torch.tensor([0, 3, 60])).save(folder)
     token_ids = DrafterCheckpoint.load(folder).token_ids
