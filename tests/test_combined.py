@@ -187,12 +187,15 @@ def test_drafts_do_not_depend_on_who_travels_along(temperature: float) -> None:
 def test_a_pair_joins_its_drafter_with_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.llm.shipped_drafter", lambda target: tmp_path / "drafter")
     llm = tiny_llm(tmp_path, block_size=5)
-    combined = LLM(llm.folder, "combined", device="cpu", dtype="float64", offline=True)
+    combined = LLM(llm.folder, device="cpu", dtype="float64", offline=True)
     assert isinstance(combined.drafter, Combined) and combined.drafter.drafter is combined.neural
     trees = combined.new_engine(tree_nodes=9).drafter
     assert isinstance(trees, Combined) and isinstance(trees.drafter, TreeDrafter)
     assert combined.new_engine(tree_nodes=9).block_size == 10
     assert combined.checkpoint is not None
+    alone = LLM(llm.folder, device="cpu", dtype="float64", lookup=False, offline=True)
+    assert alone.drafter is alone.neural is not None
+    assert isinstance(alone.new_engine(tree_nodes=9).drafter, TreeDrafter)
     params = SamplingParams(max_new_tokens=20, temperature=0.8, seed=3)
     prompts = ["abcabcabcabc", "What is it?", "xyxyxy"]
     plain = LLM(llm.folder, None, device="cpu", dtype="float64", offline=True).generate(prompts, params)
@@ -221,8 +224,7 @@ def test_a_pair_of_lookup_alone_has_no_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        ("combined", "'combined' needs one with weights, and none ships for target"),
-        ("lokup", "'lookup' or 'combined'; got 'lokup'"),
+        ("lokup", "'auto' or 'lookup'; got 'lokup'"),
         (Path("lookup"), "got 'lookup', and no such folder is there"),
     ],
 )

@@ -41,8 +41,7 @@ class LLM:
     Args:
         target: "smollm2-135m-instruct", a hub id, a local folder, or a GGUF file.
         drafter: a drafter folder; "auto" takes the one that ships for this target, if any; "lookup" copies from the
-            text itself, without weights; "combined" copies where the text repeats itself and drafts the rest with the
-            one that ships; `None` decodes plainly.
+            text itself, without weights; `None` decodes plainly.
         device: "auto", "cpu", "cuda", "cuda:N".
         dtype: "auto", "float32", "bfloat16", "float64".
         backend: "auto" takes the native runner where it fits, else transformers; or force "native" or "hf".
@@ -50,6 +49,8 @@ class LLM:
             to `tree_nodes`.
         tree_nodes: draft trees of so many nodes; "auto" takes what pays (see `engine.runtime.default_tree_nodes`), or
             chains where `block_size` is given; `None` drafts chains of the drafter's own length. Copies are chains.
+        lookup: where the text repeats itself, copy, and let a drafter with weights draft the rest (see `Combined`);
+            nothing is looked up beside `None`.
         exact: `True` probes that passes of every kind give the bits of plain decoding on this machine, and refuses to
             load where they do not; `False` spends nothing on it; "auto" computes so that they do on a CPU with the
             native runner, unprobed.
@@ -71,6 +72,7 @@ class LLM:
         backend: Literal["auto", "native", "hf"] = "auto",
         block_size: int | None = None,
         tree_nodes: int | Literal["auto"] | None = "auto",
+        lookup: bool = True,
         exact: bool | Literal["auto"] = "auto",
         max_sequences: int = 8,
         offline: bool = False,
@@ -86,10 +88,10 @@ class LLM:
         )
         self.grammars = GrammarCompiler(self.codec, self.target.spec.vocab_size)
         self.neural = None if self.checkpoint is None else self.bind(self.checkpoint)
-        self._lookup = (
-            PromptLookup() if drafter == "lookup" else sure_lookup() if drafter == "combined" else None
-        )
-        self.drafter = self._beside_lookup(self.neural)
+        self._beside = None
+        if lookup and self.neural is not None:  # copies no longer than what the drafter drafts
+            self._beside = sure_lookup(block_size=min(8, self.neural.block_size))
+        self.drafter = PromptLookup() if drafter == "lookup" else self._beside_lookup(self.neural)
         self.exact = self._settle_arithmetic(exact)
         if tree_nodes == "auto":
             chain = block_size is not None or self.neural is None
@@ -183,9 +185,7 @@ class LLM:
 
     def _beside_lookup(self, drafter: Drafter | None) -> Drafter | None:
         """Returns the drafter, together with the pair's lookup where it has one."""
-        if self._lookup is None or drafter is None:
-            return self._lookup or drafter
-        return Combined(self._lookup, drafter)
+        return drafter if self._beside is None or drafter is None else Combined(self._beside, drafter)
 
     def generate(
         self, prompts: str | Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | None = None
@@ -297,25 +297,20 @@ def load_drafter(drafter: str | Path | None, target: str) -> DrafterCheckpoint |
     """Returns the checkpoint of the weights that `LLM`'s argument asks for, or `None` where it asks for none.
 
     Raises:
-        ConfigError: no such folder, or "combined" where no drafter ships for the target.
+        ConfigError: no such folder.
         CheckpointError: a folder that holds no drafter.
     """
     if drafter is None or drafter == "lookup":
         return None
-    if drafter not in ("auto", "combined"):
+    if drafter != "auto":
         named = Path(drafter).expanduser()
         if not named.is_dir():
             raise ConfigError(
-                f"drafter: expected a drafter folder, or 'auto', 'lookup' or 'combined'; got {str(drafter)!r}, and no "
-                "such folder is there"
+                f"drafter: expected a drafter folder, 'auto' or 'lookup'; got {str(drafter)!r}, and no such folder is "
+                "there"
             )
         return DrafterCheckpoint.load(named)
     folder = shipped_drafter(target)
-    if folder is None and drafter == "combined":
-        raise ConfigError(
-            f"drafter: 'combined' needs one with weights, and none ships for target {target!r}; hint: 'lookup', or a "
-            "folder"
-        )
     return None if folder is None else DrafterCheckpoint.load(folder)
 
 

@@ -32,6 +32,7 @@ def open_pair(pair: Pair) -> LLM:
             backend=cast(Any, pair.backend),  # `LLM` refuses others
             block_size=pair.block_size,
             tree_nodes=nodes,
+            lookup=pair.lookup,
             exact="auto" if pair.exact is None else pair.exact,
             offline=pair.offline,
             progress=report,
@@ -43,13 +44,21 @@ def open_pair(pair: Pair) -> LLM:
 
 
 def describe(llm: LLM, drafter: str) -> dict[str, object]:
-    """Returns what a JSON document says of the pair: `drafter` is "shipped", null, or as the option has it."""
+    """Returns what a JSON document says of the pair.
+
+    `drafter` is "shipped", null, or as the option has it; `lookup` whether copies are drafted.
+    """
+    from paceline.drafter.combined import Combined
+    from paceline.drafter.lookup import PromptLookup
+
     used = None if llm.drafter is None else "shipped" if drafter == "auto" else drafter
-    chain = llm.block_size or (llm.drafter.block_size if llm.drafter else 1)
+    who = llm.neural or llm.drafter
+    chain = llm.block_size or (who.block_size if who else 1)
     return {
         "target": llm.target.spec.name,
         "backend": llm.backend,
         "drafter": used,
+        "lookup": isinstance(llm.drafter, Combined | PromptLookup),
         "block_size": chain,
         "tree_nodes": llm.tree_nodes,
         "exact": llm.exact,

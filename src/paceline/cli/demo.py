@@ -241,6 +241,8 @@ def _print_table(rows: Sequence[Row], totals: Totals, pair: dict[str, object]) -
     drafts = (
         f"trees of {pair['tree_nodes']}" if pair["tree_nodes"] else f"chains, block size {pair['block_size']}"
     )
+    if pair["lookup"]:
+        drafts += ", beside lookup"
     table = Table(caption=f"{pair['target']}, {pair['dtype']} on {pair['device']}, {drafts}")
     table.add_column("kind")
     for name in ("tokens", "identical", "τ", "plain tok/s", "DFlash tok/s", "ratio"):

@@ -39,9 +39,12 @@ class Pair:
         typer.Option(
             metavar="WHICH",
             help="Drafter: a folder, 'auto' for the one that ships for the target, 'lookup' to copy from the text, "
-            "'combined' for both, or 'none'.",
+            "or 'none'.",
         ),
     ] = "auto"
+    lookup: Annotated[
+        bool, typer.Option(help="Copy where the text repeats itself, and let the drafter draft the rest.")
+    ] = True
     block_size: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Draft chains of N slots, anchor included; 1 decodes plainly."),

@@ -96,13 +96,13 @@ class Combined:
         return proposals
 
 
-def sure_lookup(max_ngram: int = 5, min_ngram: int = 3) -> PromptLookup:
+def sure_lookup(max_ngram: int = 5, min_ngram: int = 3, block_size: int = 8) -> PromptLookup:
     """Returns a lookup that speaks only where it is likely to be right, since it takes the other drafter's turn.
 
     Behind ends of three tokens about three copied tokens stand in edited code and two in chat, behind two about two and
     one, which a good drafter guesses by itself.
     """
-    return PromptLookup(max_ngram=max_ngram, min_ngram=min_ngram)
+    return PromptLookup(block_size, max_ngram, min_ngram)
 
 
 def _within(drafter: Drafter, num_draft_tokens: int) -> int:
