@@ -7,7 +7,7 @@ Every arm is a recipe of recipes/ with a few keys changed, trained from the targ
 with as many floating-point operations as every other arm: the operations of an optimiser step (forward, backward,
 update) are counted, not timed, so the budget means the same on any machine and beside any other work. The number of
 steps follows, and the learning rate falls to zero over the last third. τ is greedy and teacher-forced on answers that
-no arm has seen, at the end of the run. An interrupted arm goes on where it stopped.
+no arm has seen, at the end of the run. An interrupted arm goes on where it stopped. FOLDER/ARM/drafter decodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.engine.runtime import machine
 from paceline.train.config import OptimConfig, TrainConfig
 from paceline.train.data.documents import collect
 from paceline.train.data.features import Document
-from paceline.train.run import Setup, Weights
+from paceline.train.run import Setup, Weights, write_outputs
 from paceline.train.shape import drafter_config
 from paceline.train.trainer import Progress, Trainer
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
 RESULT = ROOT / "benchmarks" / "results" / "study.json"
 DOCUMENT, FIGURE = ROOT / "docs" / "training.md", ROOT / "docs" / "study.svg"
-NUM_PROMPTS, NUM_EVALUATIONS = 1024, 12
+NUM_PROMPTS, NUM_EVALUATIONS = 1024, 5
 _BLOCK = re.compile(r"(<!-- begin:generated study -->\n)(.*?)(<!-- end:generated study -->)", re.DOTALL)
 
 
@@ -187,6 +187,14 @@ def run(folder: Path, names: Sequence[str], num_blocks: int, overrides: Sequence
             print(f"{name}: stopped at step {trainer.step}; the same command goes on")
             return
         store(arm, setup, trainer, documents[: arm.num_prompts], per_block, num_blocks)
+        provenance = {
+            "algorithm": recipe.drafter.algorithm,
+            "target": recipe.target,
+            "recipe": recipe.portable(),
+        }
+        write_outputs(
+            trainer, folder / name, lambda _, said=provenance: said
+        )  # a drafter for `paceline bench`
 
 
 def store(

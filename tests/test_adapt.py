@@ -16,14 +16,20 @@ from cli_runs import run
 from paceline.checkpoint.store import WEIGHTS, DrafterCheckpoint
 from paceline.core.errors import ConfigError, IncompatiblePairError
 from paceline.core.params import SamplingParams
+from paceline.core.types import Request
 from paceline.llm import LLM
 from paceline.target.folder import sha256_of
 from paceline.target.native import NativeTarget
 from paceline.target.pull import pull
 from paceline.testing import tiny_drafter, tiny_target
 from paceline.train.adaptation.adapt import adapt
+from paceline.train.adaptation.foretell import Chains
 from paceline.train.adaptation.judge import verdict
 from paceline.train.adaptation.records import Adaptation, AdaptConfig, AdaptEvent
+from paceline.train.data.features import read_shard
+from paceline.train.data.prompts import Prompt
+from paceline.train.data.regenerate import RegenerateSettings, regenerate
+from paceline.train.diagnosis.scores import Scorer
 from tiny_gguf import write_gguf
 
 WORDS = ["ink", "ring", "sing 4", "a king", "4 things", "string", "wing", "bring it in"]
@@ -90,21 +96,27 @@ def test_a_better_drafter_is_kept_and_changes_no_text(
 def test_the_report_says_what_was_measured(config: AdaptConfig, whole: Adaptation, drafter: Path) -> None:
     assert whole.folder is not None
     assert json.loads((whole.folder.parent / "report.json").read_text()) == whole.report
-    rows = whole.report["results"]
+    foretold, rows = whole.report["foretold"], whole.report["measured"]
     assert [(row["set"], row["temperature"], row["drafts"]) for row in rows] == [
-        (name, 0.0, drafts) for name in ("held_out", "general") for drafts in ("chain of 3", "tree of 2")
+        (name, 0.0, "tree of 2") for name in ("held_out", "general")
     ]
-    for row in rows:
-        assert row["num_identical"] == row["num_prompts"] >= 4
+    assert {name: row["num_prompts"] for name, row in foretold.items()} == {
+        "held_out": whole.report["data"]["num_held_out"],
+        "general": whole.report["data"]["num_general"],
+    }
+    for row in [*rows, *foretold.values()]:
         ratio, after, before = row["acceptance_length_ratio"], row["after"], row["before"]
         assert ratio["value"] == pytest.approx(after["acceptance_length"] / before["acceptance_length"])
         assert ratio["low"] <= ratio["value"] <= ratio["high"]
         assert 1 <= after["acceptance_length"] <= 4
-        assert min(row["plain_tokens_per_s"], before["tokens_per_s"], after["tokens_per_s"]) > 0
+        assert after["num_steps"] > 0
+    for row in rows:
+        assert row["num_identical"] == row["num_prompts"] >= 4
+        assert min(row["plain_tokens_per_s"], row["before"]["tokens_per_s"], row["after"]["tokens_per_s"]) > 0
     said = DrafterCheckpoint.load(whole.folder).provenance["adapted"]
     assert said["drafter"]["sha256"] == sha256_of(drafter / WEIGHTS)
     assert said["data"]["num_learnt"] + said["data"]["num_held_out"] == len(ROWS)
-    assert said["results"] == rows
+    assert (said["foretold"], said["measured"]) == (foretold, rows)
 
 
 def test_what_judges_is_never_learnt(config: AdaptConfig, target: Path, whole: Adaptation) -> None:
@@ -130,13 +142,40 @@ def test_a_drafter_that_is_no_better_is_not_kept(config: AdaptConfig, tmp_path: 
     assert result.report["data"]["num_learnt"] == 9
 
 
-def ratios(held_out: tuple[float, float], general: float) -> list[dict[str, Any]]:
+def test_what_is_foretold_is_what_decoding_does(config: AdaptConfig, target: Path, whole: Adaptation) -> None:
+    assert whole.folder is not None
+    made, llm = DrafterCheckpoint.load(whole.folder), LLM(target, whole.folder)
+    assert llm.neural is not None
+    heads = llm.target.heads
+    chains = Chains(Scorer(heads.embed_weight, heads.head_weight, made.token_ids), llm.neural)
+    prompts = [Prompt(text, "k", tuple(llm.render(text))) for text in WORDS]
+    settings = RegenerateSettings(max_new_tokens=16)
+    made_now = regenerate(
+        prompts, llm.target, llm.neural.target_layer_ids, whole.folder.parent / "again", settings
+    )
+    documents, _ = read_shard(next(made_now))
+    engine = llm.new_engine(tree_nodes=None)
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(str(i), prompt.token_ids, SamplingParams(max_new_tokens=16)))
+    while engine.has_work:
+        engine.step()
+    accepted: list[int] = []
+    for i, (prompt, document) in enumerate(zip(prompts, documents, strict=True)):
+        foretold = chains.foretell(prompt, document)
+        decoded = engine.take_completion(str(i))
+        assert document.token_ids[len(prompt.token_ids) :].tolist() == list(decoded.token_ids)
+        steps = [step.num_accepted + 1 for step in decoded.steps][: foretold.num_steps]
+        assert foretold.num_committed == sum(steps)
+        accepted += steps
+    assert max(accepted) > 1
+
+
+def ratios(held_out: tuple[float, float], general: float) -> dict[str, dict[str, Any]]:
     value, low = held_out
-    return [
-        {"set": "held_out", "acceptance_length_ratio": {"value": value, "low": low, "high": 9.0}},
-        {"set": "held_out", "acceptance_length_ratio": {"value": 0.1, "low": 0.1, "high": 9.0}},
-        {"set": "general", "acceptance_length_ratio": {"value": general, "low": 0.1, "high": 9.0}},
-    ]
+    return {
+        "held_out": {"acceptance_length_ratio": {"value": value, "low": low, "high": 9.0}},
+        "general": {"acceptance_length_ratio": {"value": general, "low": 0.1, "high": 9.0}},
+    }
 
 
 @pytest.mark.parametrize(
@@ -167,7 +206,14 @@ def test_an_interrupted_run_ends_with_the_same_drafter(
     config: AdaptConfig, whole: Adaptation, tmp_path: Path
 ) -> None:
     changed = replace(config, out=str(tmp_path))
-    for stage, done in [("answers", 1), ("steps", 7), ("steps", 30), ("measuring", 2)]:
+    for stage, done in [
+        ("judging", 1),
+        ("answers", 1),
+        ("steps", 7),
+        ("steps", 30),
+        ("foretelling", 2),
+        ("measuring", 2),
+    ]:
         observe, should_stop = stop_at(stage, done)
         with pytest.raises(KeyboardInterrupt):
             adapt(changed, ROWS, GENERAL, observe=observe, should_stop=should_stop)
@@ -178,8 +224,13 @@ def test_an_interrupted_run_ends_with_the_same_drafter(
     assert result.folder is not None
     ours, theirs = DrafterCheckpoint.load(result.folder), DrafterCheckpoint.load(whole.folder)
     assert all(torch.equal(tensor, theirs.tensors[name]) for name, tensor in ours.tensors.items())
-    lengths = [[row["after"]["num_steps"] for row in each.report["results"]] for each in (result, whole)]
-    assert lengths[0] == lengths[1]
+    for each in ("foretold", "measured"):
+        assert _numbers(result.report[each]) == _numbers(whole.report[each])
+
+
+def _numbers(found: Any) -> list[int]:
+    rows = found.values() if isinstance(found, dict) else found
+    return [row["after"]["num_steps"] for row in rows]
 
 
 def test_a_finished_run_is_not_made_again(config: AdaptConfig, whole: Adaptation) -> None:
@@ -198,7 +249,8 @@ def test_a_finished_run_is_not_made_again(config: AdaptConfig, whole: Adaptation
 def test_answers_end_where_their_time_does(
     config: AdaptConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.train.adaptation.adapt.PROMPTS_PER_SHARD", 32)
+    for module in ("adapt", "recipe"):
+        monkeypatch.setattr(f"paceline.train.adaptation.{module}.PROMPTS_PER_SHARD", 32)
     events: list[AdaptEvent] = []
     observe, should_stop = stop_at("steps", 1)
     hasty = replace(config, out=str(tmp_path), minutes=1e-6)
@@ -273,8 +325,8 @@ def test_the_command_reads_prompts_and_logs(
         adopted,
     )
     measured = [
-        (row["temperature"], row["num_identical"] == row["num_prompts"]) for row in document["results"]
+        (row["temperature"], row["num_identical"] == row["num_prompts"]) for row in document["measured"]
     ]
-    assert measured == [(0.0, True), (0.0, True), (0.8, True), (0.8, True)] * 2
+    assert measured == [(0.0, True), (0.8, True)] * 2
     refused = run(capsys, *given, "--no-resume")
     assert (refused.code, "holds an earlier run" in refused.err) == (1, True)

@@ -34,10 +34,11 @@ def test_numbers_are_those_of_the_records(temperature: float, max_sequences: int
     texts = run_checked(engine(), requests)
     assert [a.token_ids for a in found.answers] == [texts[str(i)].token_ids for i in range(len(PROMPTS))]
     steps = [step for text in texts.values() for step in text.steps]
-    assert found.acceptance_length == acceptance_length(steps)
-    assert found.num_steps == len(steps)
+    said = found.to_dict()
+    assert said["acceptance_length"] == acceptance_length(steps)
+    assert said["num_steps"] == len(steps)
     of_kind = [step for i, text in enumerate(texts.values()) for step in text.steps if i % 2]
-    assert found.by_kind["b"] == acceptance_length(of_kind)
+    assert said["by_kind"]["b"] == acceptance_length(of_kind)
     assert found.tokens_per_s > 0
 
 
@@ -54,18 +55,19 @@ def test_arms_answer_a_prompt_in_turns_before_the_next_comes() -> None:
         PROMPTS[:3],
         max_new_tokens=6,
         temperature=0.8,
-        tell=told.append,
+        tell=lambda: told.append(len(order)),
     )
     assert order == ["a", "b", *"ab", *"ba", *"ab"]  # once to warm up
-    assert told == [1, 2, 3]
+    assert told == [4, 6, 8]
     compared = Comparison.of(found["b"], found["a"])
     assert compared.num_identical == 3
-    assert compared.acceptance_length.value == found["a"].acceptance_length / found["b"].acceptance_length
+    after, before = (found[name].to_dict()["acceptance_length"] for name in "ab")
+    assert compared.acceptance_length.value == after / before
 
 
 def answers(*numbers: tuple[int, int, float]) -> Evaluation:
     """Returns an evaluation of texts with (committed tokens, steps, seconds)."""
-    return Evaluation(tuple(Answer("k", (1,) * (c + 1), s, c, 0.1, seconds) for c, s, seconds in numbers))
+    return Evaluation(tuple(Answer("k", s, c, (1,) * (c + 1), 0.1, seconds) for c, s, seconds in numbers))
 
 
 def test_ratios_are_of_pooled_rates_with_paired_intervals() -> None:
@@ -96,6 +98,6 @@ def test_texts_that_differ_are_counted() -> None:
 
 def test_texts_without_steps_count_nothing() -> None:
     empty = answers((0, 0, 0.0))
-    assert (empty.acceptance_length, empty.tokens_per_s) == (1.0, 0.0)
+    assert (empty.to_dict()["acceptance_length"], empty.tokens_per_s) == (1.0, 0.0)
     ratio = Comparison.of(empty, empty).acceptance_length
     assert (ratio.value, ratio.low, ratio.high) == (1.0, 1.0, 1.0)

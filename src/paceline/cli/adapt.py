@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.cli import options
 from paceline.cli.decoding import Interrupt
-from paceline.cli.output import INTERRUPTED, fields, note, say_error, words, write_json
+from paceline.cli.output import INTERRUPTED, fields, note, say_error, stage_bars, write_json
 from paceline.target.pull import DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -28,8 +27,10 @@ ROW_KEYS = ("turns", "conversations", "prompt_ids")
 """Keys that only rows of prompt files have; any other line is read as a log's."""
 
 STAGES = {
+    "judging": "answers to judge by (shards)",
     "answers": "answers of the target (shards)",
     "steps": "training steps",
+    "foretelling": "τ foretold (prompts)",
     "measuring": "measuring (prompts)",
 }
 
@@ -198,14 +199,14 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 def _show(result: Adaptation) -> None:
     said: dict[str, Any] = {}
-    for row in result.report["results"]:
+    for name, row in result.report["foretold"].items():
+        said[f"τ foretold, {name.replace('_', '-')}"] = (
+            _change(row, "acceptance_length", 3) + f"   of {row['num_prompts']} prompts"
+        )
+    for row in result.report["measured"]:
         name = f"{row['set'].replace('_', '-')}, T={row['temperature']:g}, {row['drafts']}"
-        length, speed = row["acceptance_length_ratio"], row["tokens_per_s_ratio"]
         said[name] = (
-            f"τ {row['before']['acceptance_length']:.3f} → {row['after']['acceptance_length']:.3f} "
-            f"(× {length['value']:.3f} [{length['low']:.3f}, {length['high']:.3f}])   "
-            f"tok/s {row['before']['tokens_per_s']:.1f} → {row['after']['tokens_per_s']:.1f} "
-            f"(× {speed['value']:.3f} [{speed['low']:.3f}, {speed['high']:.3f}])   "
+            f"τ {_change(row, 'acceptance_length', 3)}   tok/s {_change(row, 'tokens_per_s', 1)}   "
             f"same text {row['num_identical']} of {row['num_prompts']}"
         )
     fields(said)
@@ -215,32 +216,22 @@ def _show(result: Adaptation) -> None:
         typer.echo(f"use it with --drafter {result.folder}")
 
 
+def _change(row: dict[str, Any], key: str, digits: int) -> str:
+    ratio = row[f"{key}_ratio"]
+    return (
+        f"{row['before'][key]:.{digits}f} → {row['after'][key]:.{digits}f} "
+        f"(× {ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}])"
+    )
+
+
 @contextmanager
 def _watching() -> Iterator[Observe]:
-    """Gives an observer: bars on a terminal, else a line for each finished shard, evaluation and measured prompt."""
-    console = words()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[words]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        tasks = {
-            stage: bar.add_task(name, total=None, visible=False, words="") for stage, name in STAGES.items()
-        }
-        told: set[tuple[str, int]] = set()
+    """Gives an observer that shows each finished shard, evaluation and judged prompt."""
+    with stage_bars(STAGES) as tell:
 
         def observe(event: AdaptEvent) -> None:
-            said = _describe(event)
-            bar.update(
-                tasks[event.stage], completed=event.done, total=event.total or None, visible=True, words=said
-            )
             is_milestone = event.progress.row is not None if event.progress else event.done > 0
-            if not console.is_terminal and is_milestone and (event.stage, event.done) not in told:
-                note(f"{event.stage} {event.done}/{event.total or '?'} {said}".rstrip())
-            told.add((event.stage, event.done))
+            tell(event.stage, event.done, event.total or None, _describe(event), is_milestone)
 
         yield observe
 

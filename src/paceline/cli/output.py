@@ -6,14 +6,22 @@ import errno
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -142,6 +150,39 @@ def loading_bar() -> Iterator[Callable[[str, int, int | None], None]]:
             told.add(stage)
 
         yield report
+
+
+Tell = Callable[[str, int, int | None, str, bool], None]
+"""(stage, done, in all if known, in words, whether that deserves a line of its own)."""
+
+
+@contextmanager
+def stage_bars(stages: Mapping[str, str]) -> Iterator[Tell]:
+    """Gives what shows how far each stage is: a bar for each on a terminal, else a line where one is deserved.
+
+    Args:
+        stages: their descriptions.
+    """
+    console, told = words(), set[tuple[str, int]]()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[words]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        tasks = {
+            stage: bar.add_task(name, total=None, visible=False, words="") for stage, name in stages.items()
+        }
+
+        def tell(stage: str, done: int, total: int | None, said: str, is_milestone: bool) -> None:
+            bar.update(tasks[stage], completed=done, total=total, visible=True, words=said)
+            if not console.is_terminal and is_milestone and (stage, done) not in told:
+                told.add((stage, done))
+                note(f"{stage} {done}/{total or '?'} {said}".rstrip())
+
+        yield tell
 
 
 def fields(rows: dict[str, Any]) -> None:

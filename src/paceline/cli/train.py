@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.cli import options
 from paceline.cli.decoding import Interrupt
-from paceline.cli.output import INTERRUPTED, fields, note, say_error, words, write_json
+from paceline.cli.output import INTERRUPTED, fields, note, say_error, stage_bars, write_json
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from paceline.train.run import Observe, TrainEvent, TrainResult
 
 app = typer.Typer()
+
+STAGES = {"regenerate": "answers of the target (shards)", "train": "training steps"}
 
 
 @app.command()
@@ -192,29 +193,13 @@ def _size(num_bytes: int) -> str:
 @contextmanager
 def watching() -> Iterator[Observe]:
     """Gives an observer: bars on a terminal, else a line for each finished shard and each evaluation."""
-    console = words()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[words]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        tasks = {
-            "regenerate": bar.add_task("answers of the target (shards)", total=None, visible=False, words=""),
-            "train": bar.add_task("training steps", total=None, visible=False, words=""),
-        }
-        num_tokens = 0
+    num_tokens = 0
+    with stage_bars(STAGES) as tell:
 
         def observe(event: TrainEvent) -> None:
             nonlocal num_tokens
             num_tokens += event.detail if isinstance(event.detail, int) else 0
-            said = describe(event, num_tokens)
-            task = tasks[event.stage]
-            bar.update(task, completed=event.done, total=event.total, visible=True, words=said)
-            if not console.is_terminal and is_milestone(event):
-                note(f"{event.stage} {event.done}/{event.total} {said}")
+            tell(event.stage, event.done, event.total, describe(event, num_tokens), is_milestone(event))
 
         yield observe
 

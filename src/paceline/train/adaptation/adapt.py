@@ -8,6 +8,7 @@ many answers, steps and measurements fit into the time) is made once, from what 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -20,42 +21,35 @@ from paceline.checkpoint.store import WEIGHTS, DrafterCheckpoint
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.tables import from_table
 from paceline.drafter.base import NeuralDrafter
-from paceline.drafter.config import DrafterConfig, Eagle3Config, NeuralConfig
 from paceline.engine.runtime import machine
 from paceline.llm import LLM, shipped_drafter
 from paceline.target.folder import sha256_of
 from paceline.train.adaptation.evaluate import evaluate
+from paceline.train.adaptation.foretell import Chains, compare_foretold
 from paceline.train.adaptation.judge import RULE, arms_of, compare, verdict
 from paceline.train.adaptation.pace import (
     ANSWERS_SHARE,
-    BLOCKS_PER_STEP,
-    MAX_STEPS,
+    JUDGED_PER_SHARD,
+    JUDGING_SHARE,
+    MAX_JUDGED,
     MEASURING_SHARE,
-    NUM_EVALUATIONS,
     PROMPTS_PER_SHARD,
-    WARM_UP_STEPS,
     Plan,
     Watch,
     affordable,
 )
+from paceline.train.adaptation.recipe import PROMPTS, recipe
 from paceline.train.adaptation.records import Adaptation, AdaptConfig, AdaptEvent
 from paceline.train.adaptation.split import Row, Traffic, mix
-from paceline.train.config import (
-    DataConfig,
-    OptimConfig,
-    RegenerateConfig,
-    ShapeConfig,
-    SourceConfig,
-    TrainConfig,
-)
+from paceline.train.config import TrainConfig
+from paceline.train.data.documents import collect
+from paceline.train.data.features import Document
 from paceline.train.data.prompts import Prompt, digest
+from paceline.train.diagnosis.scores import Scorer
 from paceline.train.run import TrainEvent, train
-from paceline.train.shape import algorithm_of
 from paceline.train.trainer import Progress
 
-PROMPTS, PLAN, REPORT = "prompts.jsonl", "plan.json", "report.json"
-NUM_NEW_TOKENS = 512
-
+PLAN, REPORT = "plan.json", "report.json"
 
 Observe = Callable[[AdaptEvent], None]
 
@@ -110,6 +104,8 @@ class _Adapting:
             return self._result(_read_json(self.out / REPORT))
         if self.plan.num_held_out is None:
             self._plan_measuring(llm)
+        if self.plan.judged_held_out is None:
+            self._plan_judging(llm)
         del llm  # the trainer loads the target for itself
         self._train(learnt)
         return self._judge()
@@ -211,20 +207,14 @@ class _Adapting:
         self._decide(num_held_out=counts[0], num_general=counts[1], measuring_s=spent)
 
     def _measure(self, llm: LLM, new: NeuralDrafter) -> list[dict[str, Any]]:
-        """Returns a row for each set, temperature and kind of draft."""
+        """Returns a row for each set and temperature: what decoding takes."""
+        assert llm.neural is not None
+        arms = arms_of(llm.target, llm.tree_nodes, llm.neural, new)
         sets = {
             "held_out": self.held_out[: self.plan.num_held_out],
             "general": self.judged[: self.plan.num_general],
         }
-        assert llm.neural is not None
-        arms = arms_of(llm.target, llm.tree_nodes, llm.neural, new)
-        done, total = 0, len(self.config.temperatures) * sum(map(len, sets.values()))
-
-        def tell(count: int) -> None:
-            self.observe(AdaptEvent("measuring", done + count, total))
-            if self.should_stop():
-                raise KeyboardInterrupt
-
+        tell = self._counting("measuring", len(self.config.temperatures) * sum(map(len, sets.values())))
         rows = []
         for name, prompts in sets.items():
             for temperature in self.config.temperatures:
@@ -235,50 +225,78 @@ class _Adapting:
                     temperature=temperature,
                     tell=tell,
                 )
-                done += len(prompts)
                 rows += [{"set": name, "temperature": temperature, **row} for row in compare(found)]
         return rows
 
+    def _counting(self, stage: str, total: int) -> Callable[[], None]:
+        """Returns what is to be called behind each of `total` prompts; it raises where the run is asked to stop."""
+        done = itertools.count(1)
+
+        def tell() -> None:
+            self.observe(AdaptEvent(stage, next(done), total))
+            if self.should_stop():
+                raise KeyboardInterrupt
+
+        return tell
+
+    # Foretelling -----------------------------------------------------------------------------------------------------
+
+    def _plan_judging(self, llm: LLM) -> None:
+        """Lets the target answer the prompts that judge, for as long as the plan has time. Mutates: plan, folder."""
+        counts = {}
+        for name, prompts in (("held_out", self.held_out), ("general", self.judged)):
+            began, count, most = time.perf_counter(), 0, min(len(prompts), MAX_JUDGED)
+            budget = 60 * self.config.minutes * JUDGING_SHARE / 2
+            while count < most:
+                count = min(count + JUDGED_PER_SHARD, most)
+                self._judging(name, prompts[:count], llm)
+                if (time.perf_counter() - began) * (1 + JUDGED_PER_SHARD / count) > budget:
+                    break
+            counts[f"judged_{name}"] = count
+        self._decide(**counts)
+
+    def _judging(self, name: str, prompts: Sequence[Prompt], llm: LLM) -> list[Document]:
+        """Returns the target's answers to prompts that judge; those on disk are used."""
+        made = self._recipe(len(prompts))
+        settings = replace(
+            made.regenerate,
+            temperatures=self.config.temperatures[:1],
+            num_sequences=JUDGED_PER_SHARD,
+            prompts_per_shard=JUDGED_PER_SHARD,
+        )
+
+        def tell(done: int, total: int, _: int | None) -> None:
+            self.observe(AdaptEvent("judging", done, total))
+            if self.should_stop():
+                raise KeyboardInterrupt
+
+        layer_ids = self.checkpoint.config.target_layer_ids
+        folder = self.out / "judging" / name
+        return collect(prompts, llm.target, layer_ids, folder, replace(made, regenerate=settings), tell)
+
+    def _foretell(self, llm: LLM, made: DrafterCheckpoint, new: NeuralDrafter) -> dict[str, Any]:
+        """Returns what both drafters' chains are worth, by set."""
+        assert llm.neural is not None
+        heads = llm.target.heads
+        before, after = (
+            Chains(Scorer(heads.embed_weight, heads.head_weight, checkpoint.token_ids), drafter)
+            for checkpoint, drafter in ((self.checkpoint, llm.neural), (made, new))
+        )
+        sets = {
+            "held_out": self.held_out[: self.plan.judged_held_out],
+            "general": self.judged[: self.plan.judged_general],
+        }
+        documents = {name: self._judging(name, prompts, llm) for name, prompts in sets.items()}
+        tell = self._counting("foretelling", sum(map(len, sets.values())))
+        return {
+            name: compare_foretold(before, after, prompts, documents[name], tell)
+            for name, prompts in sets.items()
+        }
+
     # Training --------------------------------------------------------------------------------------------------------
 
-    def _recipe(self, mixed: Sequence[Prompt]) -> TrainConfig:
-        config, made = self.config, self.checkpoint.config
-        num_prompts = self.plan.num_prompts or len(mixed)
-        max_steps = self.plan.max_steps or MAX_STEPS
-        return TrainConfig(
-            drafter=ShapeConfig(algorithm=algorithm_of(made), initial_drafter=str(self.old)),
-            target=config.target,
-            out=str(self.out / "training"),
-            data=DataConfig(
-                folder=str(self.out),
-                sources=(SourceConfig(PROMPTS),),
-                max_prompts=num_prompts,
-                max_prompt_tokens=config.max_prompt_tokens,
-                seed=config.seed,
-            ),
-            regenerate=RegenerateConfig(
-                max_new_tokens=config.max_new_tokens,
-                temperatures=config.temperatures,
-                num_sequences=PROMPTS_PER_SHARD // 2,  # as one ends the next begins: passes stay wide
-                prompts_per_shard=PROMPTS_PER_SHARD,
-                seed=config.seed,
-            ),
-            train=OptimConfig(
-                max_steps=max_steps,
-                blocks_per_step=BLOCKS_PER_STEP,
-                anchors_per_document=BLOCKS_PER_STEP // 4,
-                slots=_slots(made),
-                lr=config.lr,
-                warmup_steps=WARM_UP_STEPS,
-                decay_steps=max(0, max_steps - WARM_UP_STEPS),
-                muon_block_rows=64,
-                draft_vocab_size=_draft_vocab_size(self.checkpoint),
-                held_out_documents=max(1, min(16, len(mixed) // 10)),
-                eval_every=max(1, max_steps // NUM_EVALUATIONS),
-                save_every=max(1, max_steps // NUM_EVALUATIONS),
-                seed=config.seed,
-            ),
-        )
+    def _recipe(self, num_learnt: int) -> TrainConfig:
+        return recipe(self.config, self.plan, self.old, self.checkpoint, num_learnt)
 
     def _train(self, mixed: Sequence[Prompt]) -> None:
         """Trains to the end of a plan that is made on the way. Mutates: plan and folder."""
@@ -294,7 +312,7 @@ class _Adapting:
 
             try:
                 result = train(
-                    self._recipe(mixed), observe=see, should_stop=should_stop, offline=self.offline
+                    self._recipe(len(mixed)), observe=see, should_stop=should_stop, offline=self.offline
                 )
             except KeyboardInterrupt:
                 if not watch.is_cut:
@@ -321,9 +339,11 @@ class _Adapting:
     def _judge(self) -> Adaptation:
         llm = self._open()
         made = DrafterCheckpoint.load(self.out / "training" / "drafter")
-        rows = self._measure(llm, llm.bind(made))
+        new = llm.bind(made)
+        foretold = self._foretell(llm, made, new)
+        rows = self._measure(llm, new)
         self._decide()
-        adopted, reason = verdict(rows)
+        adopted, reason = verdict(foretold)
         report: dict[str, Any] = {
             "adopted": adopted,
             "reason": reason,
@@ -337,11 +357,12 @@ class _Adapting:
             },
             "plan": {k: v for k, v in asdict(self.plan).items() if k != "contract"},
             "dtype": str(llm.dtype).removeprefix("torch."),
-            "results": rows,
+            "foretold": foretold,
+            "measured": rows,
             "machine": machine(),
         }
         if adopted:
-            kept = {k: report[k] for k in ("drafter", "data", "rule", "results")}
+            kept = {k: report[k] for k in ("drafter", "data", "rule", "foretold", "measured")}
             replace(made, provenance={**made.provenance, "adapted": kept}).save(self.out / "drafter")
         _write_json(self.out / REPORT, report)
         return self._result(report)
@@ -360,22 +381,6 @@ def _drafter_folder(config: AdaptConfig) -> Path:
             f"drafter: none ships for {config.target!r}; hint: name a folder, or train one with paceline train"
         )
     return folder
-
-
-def _slots(config: NeuralConfig) -> tuple[int, ...]:
-    """Returns the block lengths to train with: shorter ones cost less, where they are the same function."""
-    size = config.block_size
-    is_causal = isinstance(config, DrafterConfig) and all(rule.causal for rule in config.layer_rules)
-    return (size // 2, size // 2, 3 * size // 4, size) if is_causal and size >= 4 else ()
-
-
-def _draft_vocab_size(checkpoint: DrafterCheckpoint) -> int | None:
-    """Returns how many tokens are scored: those that the drafter knows, and some that only your traffic has."""
-    config = checkpoint.config
-    if isinstance(config, Eagle3Config):
-        return config.draft_vocab_size  # its head has so many rows
-    known = checkpoint.token_ids
-    return None if known is None else min(len(known) + NUM_NEW_TOKENS, config.vocab_size)
 
 
 def _write_prompts(prompts: Sequence[Prompt], path: Path) -> None:

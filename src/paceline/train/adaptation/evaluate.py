@@ -6,7 +6,7 @@ differences are taken prompt by prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,35 +24,60 @@ NewEngine = Callable[[], Engine]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One decoded text and what it took.
+class Steps:
+    """What verify steps committed of one text.
 
     Args:
         kind: its prompt's category.
-        token_ids: the text.
         num_steps, num_committed: verify steps, and the tokens these committed before any cut.
-        prefill_s, decode_s: seconds to the first token, and after it.
     """
 
     kind: str
-    token_ids: tuple[int, ...]
     num_steps: int
     num_committed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Steps):
+    """One decoded text and what it took.
+
+    Args:
+        token_ids: the text.
+        prefill_s, decode_s: seconds to the first token, and after it.
+    """
+
+    token_ids: tuple[int, ...]
     prefill_s: float
     decode_s: float
 
     @classmethod
     def of(cls, completion: Completion, kind: str) -> Answer:
         """Returns what counts of a completion."""
-        committed = sum(step.num_accepted + 1 for step in completion.steps)
         return cls(
             kind,
-            completion.token_ids,
             len(completion.steps),
-            committed,
+            sum(step.num_accepted + 1 for step in completion.steps),
+            completion.token_ids,
             completion.prefill_s,
             completion.decode_s,
         )
+
+
+def acceptance_length(texts: Iterable[Steps]) -> float:
+    """Returns τ, pooled over all steps; 1 where there were none. Pure."""
+    texts = tuple(texts)
+    num_steps = sum(t.num_steps for t in texts)
+    return sum(t.num_committed for t in texts) / num_steps if num_steps else 1.0
+
+
+def acceptance(texts: Sequence[Steps]) -> dict[str, Any]:
+    """Returns what was accepted as JSON data: τ, of how many steps, and τ of each kind of prompt. Pure."""
+    kinds = dict.fromkeys(t.kind for t in texts)
+    return {
+        "acceptance_length": acceptance_length(texts),
+        "num_steps": sum(t.num_steps for t in texts),
+        "by_kind": {k: acceptance_length(t for t in texts if t.kind == k) for k in kinds},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +85,6 @@ class Evaluation:
     """What one way to decode did on a set of prompts."""
 
     answers: tuple[Answer, ...]
-
-    @property
-    def num_steps(self) -> int:
-        """Verify steps."""
-        return sum(a.num_steps for a in self.answers)
-
-    @property
-    def acceptance_length(self) -> float:
-        """τ, pooled over all steps; 1 where there were none."""
-        return sum(a.num_committed for a in self.answers) / self.num_steps if self.num_steps else 1.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -82,20 +97,9 @@ class Evaluation:
         """Seconds to the first tokens of all answers."""
         return sum(a.prefill_s for a in self.answers)
 
-    @property
-    def by_kind(self) -> dict[str, float]:
-        """τ of each kind of prompt."""
-        kinds = dict.fromkeys(a.kind for a in self.answers)
-        return {k: Evaluation(tuple(a for a in self.answers if a.kind == k)).acceptance_length for k in kinds}
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the numbers as JSON data."""
-        return {
-            "acceptance_length": self.acceptance_length,
-            "tokens_per_s": self.tokens_per_s,
-            "num_steps": self.num_steps,
-            "by_kind": self.by_kind,
-        }
+        return {**acceptance(self.answers), "tokens_per_s": self.tokens_per_s}
 
 
 def decode(
@@ -132,13 +136,13 @@ def evaluate(
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
-    tell: Callable[[int], None] = lambda _: None,
+    tell: Callable[[], None] = lambda: None,
 ) -> dict[str, Evaluation]:
     """Returns what each arm does on the prompts, decoded one at a time and in turns: forwards, then backwards.
 
     Args:
         arms: how their engines are made.
-        tell: told how many prompts all arms have answered.
+        tell: called behind each prompt that all arms have answered.
     """
     answers: dict[str, list[Answer]] = {name: [] for name in arms}
     for name in arms:  # first passes prepare buffers
@@ -149,7 +153,7 @@ def evaluate(
                 arms[name], [prompt], max_new_tokens=max_new_tokens, temperature=temperature, seed=i
             )
             answers[name] += found.answers
-        tell(i + 1)
+        tell()
     return {name: Evaluation(tuple(found)) for name, found in answers.items()}
 
 
@@ -182,13 +186,13 @@ class Comparison:
     def of(cls, before: Evaluation, after: Evaluation) -> Comparison:
         """Returns the comparison of two evaluations of the same prompts, in the same order. Pure."""
         pairs = list(zip(before.answers, after.answers, strict=True))
-        lengths = [(b.num_committed, b.num_steps, a.num_committed, a.num_steps) for b, a in pairs]
         speeds = [
             (float(len(b.token_ids) - 1), b.decode_s, float(len(a.token_ids) - 1), a.decode_s)
             for b, a in pairs
         ]
         same = sum(b.token_ids == a.token_ids for b, a in pairs)
-        return cls(before, after, _ratio(lengths), _ratio(speeds), same)
+        lengths = acceptance_length_ratio(before.answers, after.answers)
+        return cls(before, after, lengths, _ratio(speeds), same)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the comparison as JSON data."""
@@ -200,6 +204,12 @@ class Comparison:
             "acceptance_length_ratio": asdict(self.acceptance_length),
             "tokens_per_s_ratio": asdict(self.tokens_per_s),
         }
+
+
+def acceptance_length_ratio(before: Sequence[Steps], after: Sequence[Steps]) -> Ratio:
+    """Returns τ after / τ before, of the same prompts in the same order. Pure."""
+    pairs = zip(before, after, strict=True)
+    return _ratio([(b.num_committed, b.num_steps, a.num_committed, a.num_steps) for b, a in pairs])
 
 
 def _ratio(rows: Sequence[tuple[float, float, float, float]]) -> Ratio:

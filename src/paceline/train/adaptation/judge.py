@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paceline.drafter.base import Drafter, NeuralDrafter
@@ -14,20 +14,20 @@ from paceline.train.adaptation.evaluate import Comparison, Evaluation, NewEngine
 WORST_GENERAL = 0.97
 RULE = (
     "the new drafter is kept where τ on held-out prompts rises, the whole 95% interval of its ratio above 1, and τ on "
-    f"general prompts does not fall below {WORST_GENERAL:g} of what it was; in chains, at the first temperature"
+    f"general prompts does not fall below {WORST_GENERAL:g} of what it was; of greedy chains on the target's answers"
 )
 
 
 def arms_of(
     target: Target, tree_nodes: int | None, before: NeuralDrafter, after: NeuralDrafter | None = None
 ) -> dict[str, NewEngine]:
-    """Returns how engines are made: plain, and each drafter with chains and with the pair's usual trees."""
+    """Returns how engines are made: plain, and each drafter as the pair uses it, with trees or with chains."""
     drafters: dict[str, Drafter | None] = {"plain": None}
     for when, drafter in (("before", before), ("after", after)):
-        if drafter is not None:
+        if drafter is not None and tree_nodes is not None:
+            drafters[f"{when}: tree of {tree_nodes}"] = TreeDrafter(drafter, tree_nodes)
+        elif drafter is not None:
             drafters[f"{when}: chain of {drafter.block_size - 1}"] = drafter
-            if tree_nodes is not None:
-                drafters[f"{when}: tree of {tree_nodes}"] = TreeDrafter(drafter, tree_nodes)
     return {
         name: lambda drafter=drafter: Engine(target, drafter, max_sequences=1)  # type: ignore[misc]
         for name, drafter in drafters.items()
@@ -53,12 +53,13 @@ def compare(found: Mapping[str, Evaluation]) -> Iterator[dict[str, Any]]:
             }
 
 
-def verdict(rows: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
-    """Returns whether `RULE` keeps the new drafter, and why, from the rows of a report. Pure."""
-    held_out, general = (
-        next(row for row in rows if row["set"] == name)["acceptance_length_ratio"]
-        for name in ("held_out", "general")
-    )
+def verdict(foretold: Mapping[str, Mapping[str, Any]]) -> tuple[bool, str]:
+    """Returns whether `RULE` keeps the new drafter, and why. Pure.
+
+    Args:
+        foretold: what `compare_foretold` found, by set.
+    """
+    held_out, general = (foretold[name]["acceptance_length_ratio"] for name in ("held_out", "general"))
     if held_out["low"] <= 1:
         return False, (
             f"held-out τ did not rise for certain: × {held_out['value']:.3f} [{held_out['low']:.3f}, "

@@ -10,13 +10,14 @@ from paceline.train.data.prompts import Prompt
 from paceline.train.run import TrainEvent
 from paceline.train.trainer import Progress
 
-ANSWERS_SHARE, MEASURING_SHARE = 0.4, 0.2
-"""Of the time: what answers may take, and what measuring may take; the steps get the rest."""
+ANSWERS_SHARE, JUDGING_SHARE, MEASURING_SHARE = 0.4, 0.1, 0.1
+"""Of the time: what answers to learn from, answers to judge by and measuring may take; the steps get the rest."""
 
-PROMPTS_PER_SHARD, BLOCKS_PER_STEP = 128, 128
+PROMPTS_PER_SHARD, BLOCKS_PER_STEP = 64, 128
+JUDGED_PER_SHARD, MAX_JUDGED = 16, 128
 WARM_UP_STEPS, MIN_STEPS, MAX_STEPS = 20, 40, 1_000_000
 NUM_EVALUATIONS = 6
-MIN_MEASURED, MAX_MEASURED = 4, 64
+MIN_MEASURED, MAX_MEASURED = 4, 16
 MAX_PASSES = 8
 """Most blocks by the number of answer tokens: beyond, answers are learnt by heart."""
 
@@ -28,7 +29,8 @@ class Plan:
     Args:
         contract: digest of settings, drafter and prompts.
         spent_s: seconds until it was stored.
-        num_held_out, num_general: prompts measured, and `measuring_s` what that takes.
+        num_held_out, num_general: prompts measured by decoding, and `measuring_s` what that takes.
+        judged_held_out, judged_general: prompts whose answers judge.
         num_prompts: prompts that the target answers.
         max_steps: length of the training.
     """
@@ -38,6 +40,8 @@ class Plan:
     num_held_out: int | None = None
     num_general: int | None = None
     measuring_s: float = 0.0
+    judged_held_out: int | None = None
+    judged_general: int | None = None
     num_prompts: int | None = None
     max_steps: int | None = None
 

@@ -62,7 +62,7 @@ class AdaptEvent:
     """What an observer is told.
 
     Args:
-        stage: "answers" (in shards), "steps" or "measuring" (in prompts).
+        stage: "judging" and "answers" (in shards), "steps", "foretelling" and "measuring" (in prompts).
         done, total: how far; a total of 0 is not known yet.
         progress: of a step.
     """
