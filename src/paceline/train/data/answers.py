@@ -170,9 +170,9 @@ def prefill_answers(
             on_tokens(sum(len(d.token_ids) for d in documents[start:]))
         return documents
 
-    size = settings.prompts_per_shard
-    parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-    yield from fill_shards(folder, parts, describe, make, has_hidden=bool(target_layer_ids))
+    yield from fill_shards(
+        folder, prompts, settings.prompts_per_shard, describe, make, has_hidden=bool(target_layer_ids)
+    )
 
 
 def _read(

@@ -140,25 +140,28 @@ def own_share(count: int) -> range:
 
 def fill_shards(
     folder: Path,
-    parts: Sequence[Sequence[Prompt]],
+    prompts: Sequence[Prompt],
+    prompts_per_shard: int,
     describe: Callable[[Sequence[Prompt]], dict[str, object]],
     make: Callable[[Sequence[Prompt]], list[Document]],
     *,
     has_hidden: bool = True,
 ) -> Iterator[Path]:
-    """Yields the path of each part's shard once it is there; those of an earlier run are kept.
+    """Yields the path of each shard once it is there; those of an earlier run are kept.
 
     Where several processes train together, each makes and yields its share of them.
 
     Args:
-        describe: what a shard says of itself.
-        make: the documents of a part, called where no shard is found.
+        describe: what the shard of some prompts says of itself.
+        make: their documents, called where no shard is found.
 
     Raises:
         ConfigError: a shard that says something else of itself; expected and got are named.
         CheckpointError: a shard that is not whole. Its tensors are checked by `read_shard`.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    starts = range(0, len(prompts), prompts_per_shard)
+    parts = [prompts[start : start + prompts_per_shard] for start in starts]
     for index in own_share(len(parts)):
         path, expected = shard_path(folder, index, has_hidden=has_hidden), describe(parts[index])
         if path.exists():

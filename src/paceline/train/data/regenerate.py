@@ -77,11 +77,10 @@ def regenerate(
             "top_log_probs": settings.top_log_probs,
         }
 
-    size = settings.prompts_per_shard
-    parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     yield from fill_shards(
         folder,
-        parts,
+        prompts,
+        settings.prompts_per_shard,
         describe,
         lambda part: _documents(part, target, target_layer_ids, settings, on_tokens),
         has_hidden=bool(target_layer_ids),
