@@ -19,6 +19,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,14 +188,12 @@ def run(folder: Path, names: Sequence[str], num_blocks: int, overrides: Sequence
             print(f"{name}: stopped at step {trainer.step}; the same command goes on")
             return
         store(arm, setup, trainer, documents[: arm.num_prompts], per_block, num_blocks)
-        provenance = {
-            "algorithm": recipe.drafter.algorithm,
-            "target": recipe.target,
-            "recipe": recipe.portable(),
-        }
-        write_outputs(
-            trainer, folder / name, lambda _, said=provenance: said
-        )  # a drafter for `paceline bench`
+        said = {"algorithm": recipe.drafter.algorithm, "target": recipe.target, "recipe": recipe.portable()}
+        write_outputs(trainer, folder / name, partial(_said, said))  # a drafter for `paceline bench`
+
+
+def _said(provenance: dict[str, Any], _: Trainer) -> dict[str, Any]:
+    return provenance
 
 
 def store(
@@ -229,9 +228,9 @@ def store(
         "command": f"python benchmarks/study.py run FOLDER --blocks {num_blocks}",
         "arms": {name: each for name, each in ordered.items() if each is not None},
     }
-    partial = RESULT.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(RESULT)
+    unfinished = RESULT.with_suffix(".partial")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(RESULT)
     print(
         f"{arm.name}: τ {row.acceptance_length:.3f} after {row.num_blocks:,} blocks, {row.seconds:.0f} s",
         flush=True,
