@@ -19,7 +19,7 @@ from paceline.engine.runtime import default_tree_nodes, probe_rows
 from paceline.llm import LLM
 from paceline.target.base import TargetOutput, TargetSession, VerifyRows
 from paceline.target.native import NativeSession, NativeTarget
-from paceline.target.plan import num_pass_rows, placed_rows, split_pass, walk, whole
+from paceline.target.plan import num_pass_rows, placed_rows, seat, split_pass, walk, whole
 from paceline.testing import tiny_shape, tiny_target, tiny_tensors
 
 VOCAB, ROOM = 61, 384
@@ -327,10 +327,17 @@ def test_passes_are_cut_by_their_padded_rows(session: TargetSession) -> None:
     assert [num_pass_rows([w]) for w in walks] == [9, 6, 1]
     assert num_pass_rows(walks[:2]) == 2 * 3 + 2 * 3 + 2 * 2 + 2
     assert split_pass([2, 0, 1], walks, None) == [[2, 0, 1]]
-    assert split_pass([2, 0, 1], walks, 21) == [[2, 0, 1]]
-    assert split_pass([2, 0, 1], walks, 20) == [[2, 0], [1]]
+    assert split_pass([2, 0, 1], walks, 19) == [[2, 0, 1]]
+    assert split_pass([2, 0, 1], walks, 18) == [[2, 0], [1]]
     assert split_pass([0, 1, 2], walks, 15) == [[0], [1, 2]]
     assert split_pass([0, 1, 2], walks, 4) == [[0], [1], [2]]
+
+
+def test_wide_parts_do_not_widen_narrow_ones(session: TargetSession) -> None:
+    walks = [walk(VerifyRows(session, [1] * width, EMPTY_PROPOSAL)) for width in (1, 1, 64, 2, 1, 3)]
+    assert seat(walks) == [[0, 1], [2], [3, 4], [5]]
+    assert num_pass_rows(walks) == 1 + 1 + 64 + 2 * 2 + 3
+    assert seat([]) == []
 
 
 # The probe -----------------------------------------------------------------------------------------------------------

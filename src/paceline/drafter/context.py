@@ -30,6 +30,14 @@ class ContextKV:
         self._kv[:, 1, :, self.length : self.length + rows] = values.transpose(1, 2)
         self.length += rows
 
+    def fork(self, length: int, capacity: int) -> ContextKV:
+        """Returns a context with room for `capacity` tokens that holds copies of the first `length` rows. Pure."""
+        num_layers, _, num_kv_heads, _, head_dim = self._kv.shape
+        forked = ContextKV(num_layers, num_kv_heads, head_dim, capacity, self._kv)
+        forked._kv[:, :, :, :length] = self._kv[:, :, :, :length]
+        forked.length = length
+        return forked
+
     def view(self, layer: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Returns a layer's keys and values (G, rows, E) that a block may see, and the first row's position."""
         first = 0 if window is None else max(0, self.length - window + 1)

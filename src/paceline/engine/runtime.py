@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import platform
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from paceline.core.errors import ConfigError, UnsupportedTargetError
+from paceline.core.recorder import Recordable, Tensors
 from paceline.core.types import EMPTY_PROPOSAL, Proposal
+from paceline.engine.graphs import Graphs
 from paceline.target.base import Target, TargetSession, VerifyRows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -83,6 +85,93 @@ def default_tree_nodes(device: torch.device, dtype: torch.dtype, exact: bool = T
     if dtype is torch.bfloat16:
         return 5 if exact else None
     return 2
+
+
+WARM_UPS = 2
+"""Runs before a capture: libraries then have chosen their kernels and taken their workspaces."""
+
+
+MAX_COMPILED = 1 << 16
+
+
+class GraphCapture:
+    """Records passes as CUDA graphs of one memory pool (a `Capture`).
+
+    Args:
+        device: a CUDA device.
+        compiled: let `torch.compile` fuse a pass before it is recorded; the first of each bucket then takes a minute.
+    """
+
+    def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
+        self.device, self._compiled = device, compiled
+        self._pool = torch.cuda.graph_pool_handle()
+        # a pool whose last graph went cannot be used again, so one stays
+        self._keeper = self._captured(lambda: (torch.zeros(1, device=device),))
+
+    def record(self, function: Callable[[], Tensors]) -> Callable[[], Tensors]:
+        """Returns a replay of `function` (see `Capture.record`)."""
+        return self._captured(compiled_pass(function) if self._compiled else function)
+
+    def _captured(self, function: Callable[[], Tensors]) -> Callable[[], Tensors]:
+        current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                function()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            outputs = function()
+
+        def replay() -> Tensors:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+def compiled_pass(function: Callable[[], Tensors]) -> Callable[[], Tensors]:
+    """Returns `function`, fused by `torch.compile` at its first call.
+
+    However many passes have been compiled: beyond eight of one function PyTorch would quietly leave it as it is.
+    """
+    fused = torch.compile(function, dynamic=False, fullgraph=True)
+    limits = {"recompile_limit": MAX_COMPILED, "accumulated_recompile_limit": MAX_COMPILED}
+
+    def call() -> Tensors:
+        with torch._dynamo.config.patch(limits):
+            outputs: Tensors = fused()
+        return outputs
+
+    return call
+
+
+def record_passes(device: torch.device, *parts: object, compiled: bool = False) -> Graphs | None:
+    """Lets those of `parts` (a target, a drafter) that can have their passes recorded, where the device can.
+
+    Mutates: the parts; drafters record the contexts that are opened from now on. On CUDA also, for the whole process,
+    which attention kernels PyTorch takes: not cuDNN's, which plans anew for every K/V length.
+
+    Returns:
+        What holds the recordings; `None` on a CPU, where a launch costs nothing.
+    """
+    if device.type != "cuda":
+        return None
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    graphs = Graphs(GraphCapture(device, compiled=compiled))
+    for part in parts:
+        if isinstance(part, Recordable):
+            part.record(graphs)
+    return graphs
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has done what it was told, so that a clock may be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def cache_dir() -> Path | None:

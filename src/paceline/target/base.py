@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -124,6 +124,10 @@ class Target(Protocol):
     def device(self) -> torch.device:
         """Where weights and K/V live."""
 
+    @property
+    def max_part_rows(self) -> int | None:
+        """Most rows of one sequence in a pass whose bits do not depend on how its tokens are cut; `None`: any."""
+
     def tap(self, layer_ids: Sequence[int]) -> None:
         """Asks for the outputs of these decoder layers (0-based) in every later `TargetOutput.hidden`."""
 
@@ -132,6 +136,21 @@ class Target(Protocol):
 
         Raises:
             CapacityError: `capacity` above the target's `max_positions`, or no memory left.
+        """
+
+    def fork(self, session: Any, length: int, capacity: int) -> TargetSession | None:
+        """Returns a new session that holds copies of the K/V of another's first `length` committed tokens.
+
+        Args:
+            session: of this target, open; left as it is.
+            length: at most the session's own.
+            capacity: of the new one.
+
+        Returns:
+            The session, or `None` where K/V of so few tokens cannot be told from those behind them.
+
+        Raises:
+            CapacityError: as for `open`.
         """
 
     def verify(self, batch: Sequence[VerifyRows]) -> list[TargetOutput]:

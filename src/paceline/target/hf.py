@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from paceline.core.errors import CapacityError, CheckpointError, RequestError, UnsupportedTargetError
 from paceline.target.base import TargetHeads, TargetOutput, TargetSpec, VerifyRows
 from paceline.target.folder import check_folder
-from paceline.target.rollback import check, keep_rows, rollback
+from paceline.target.rollback import check, copy_rows, keep_rows, rollback
 from paceline.target.text import read_eos_token_ids, tokenizer_digest
 
 
@@ -200,6 +200,11 @@ class HFTarget:
     def _logits_dtype(self) -> torch.dtype:
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
+    @property
+    def max_part_rows(self) -> int | None:
+        """No pass of transformers keeps its bits for certain, so none is cut."""
+        return None
+
     def tap(self, layer_ids: Sequence[int]) -> None:
         """Asks for the outputs of these decoder layers (0-based), in this order; replaces what was asked before."""
         for i in layer_ids:
@@ -229,6 +234,13 @@ class HFTarget:
                 "hint: shorten the prompt or max_new_tokens"
             )
         return HFSession(self._new_cache(), capacity)
+
+    def fork(self, session: HFSession, length: int, capacity: int) -> HFSession:
+        """Returns a new session with copies of another's first `length` tokens (see `Target.fork`)."""
+        forked = self.open(capacity)
+        copy_rows(session.cache, forked.cache, length)
+        forked.length = length
+        return forked
 
     def _new_cache(self) -> DynamicCache:
         cache = DynamicCache(config=self._model.config)

@@ -20,12 +20,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from paceline.core.attention import attend_grouped
 from paceline.core.errors import CapacityError, CheckpointError, UnsupportedTargetError
 from paceline.core.product import PACK_ROWS, Product, linear
+from paceline.core.recorder import Recorder, Tensors, upload
 from paceline.target.base import TargetHeads, TargetOutput, TargetSpec, VerifyRows
 from paceline.target.plan import (
     KV_PAD,
+    Branches,
     Layout,
+    Leg,
     Plan,
     Run,
     padded_length,
@@ -35,6 +39,7 @@ from paceline.target.plan import (
     walk,
     whole,
 )
+from paceline.target.rope import rope_table, rotate
 from paceline.target.weights import Shape, read_tensors
 
 
@@ -50,21 +55,6 @@ class Layer:
     down: Product
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-
-
-@dataclass(slots=True)
-class Branches:
-    """A tree's K/V, until it is known which of its nodes are kept.
-
-    Args:
-        layers: keys and values (R, G, E) of all rows of the pass, by layer.
-        rows: where the part's rows are in the pass.
-        placed: the rows that lie in the slot, in order.
-    """
-
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
-    rows: list[int]
-    placed: list[int]
 
 
 class NativeSession:
@@ -131,11 +121,12 @@ class NativeTarget:
         self._math = torch.float64 if dtype is torch.float64 else torch.float32
         self._load(tensors)
         self._taps: tuple[int, ...] = ()
+        self._recorder: Recorder | None = None
         self._slots = torch.zeros(0)
         self._capacity = 0
         self._cache: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._free: list[int] = []
-        self._rope = _rope_table(shape, KV_PAD, self._math, self.device)
+        self._rope = rope_table(shape, KV_PAD, self._math, self.device)
 
     @classmethod
     def load(
@@ -227,6 +218,11 @@ class NativeTarget:
             head_weight=self.head_weight,
         )
 
+    @property
+    def max_part_rows(self) -> int | None:
+        """See `Target`."""
+        return self._max_rows
+
     def tap(self, layer_ids: Sequence[int]) -> None:
         """Asks for the outputs of these decoder layers (0-based), in this order."""
         for i in layer_ids:
@@ -235,6 +231,10 @@ class NativeTarget:
                     f"target layer id {i}: expected 0…{self.shape.num_layers - 1} for {self.spec.name}"
                 )
         self._taps = tuple(layer_ids)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Lets `recorder` run the passes that fit a frame; `None` runs them as they are. Mutates: self."""
+        self._recorder = recorder
 
     # K/V slots ---------------------------------------------------------------------------------------------------
 
@@ -250,6 +250,15 @@ class NativeTarget:
         self._free.sort(reverse=True)
         return NativeSession(self, self._free.pop(), capacity)
 
+    def fork(self, session: NativeSession, length: int, capacity: int) -> NativeSession:
+        """Returns a new session with copies of another's first `length` tokens, bit for bit (see `Target.fork`)."""
+        forked = self.open(capacity)
+        for pair in self._cache:
+            for cached in pair:
+                cached[forked.slot, :length] = cached[session.slot, :length]
+        forked.length = length
+        return forked
+
     def release(self, slot: int) -> None:
         """Frees a slot; -1 is already free."""
         if slot >= 0:
@@ -258,10 +267,13 @@ class NativeTarget:
     def _grow(self, capacity: int) -> None:
         num_slots = self._cache[0][0].shape[0] if self._cache else 0
         wanted = num_slots if self._free else max(1, num_slots * 2)
-        if capacity > self._capacity:  # by at least half again, so that growing many times costs little
-            self._capacity = min(max(capacity, self._capacity * 3 // 2), self.shape.max_positions)
-        room = padded_length(self._capacity + PACK_ROWS)
+        longest = self._capacity
+        if capacity > longest:  # by at least half again, so that growing many times costs little
+            longest = min(max(capacity, longest * 3 // 2), self.shape.max_positions)
+        room = padded_length(longest + PACK_ROWS)
         shape = (wanted, room, self.shape.num_kv_heads, self.shape.head_dim)
+        if self._recorder is not None:
+            self._recorder.forget(self)
         cache = []
         for i in range(self.shape.num_layers):
             pair = (self._blank(shape), self._blank(shape))
@@ -269,10 +281,13 @@ class NativeTarget:
                 for new, old in zip(pair, self._cache[i], strict=True):
                     new[:num_slots, : old.shape[1]] = old
             cache.append(pair)
-        self._cache = cache
-        self._free.extend(range(num_slots, wanted))
         if room > self._rope[0].shape[0]:
-            self._rope = _rope_table(self.shape, room, self._math, self.device)
+            self._rope = rope_table(self.shape, room, self._math, self.device)
+        self._cache, self._capacity = (
+            cache,
+            longest,
+        )  # only now: whatever failed before, a later call begins anew
+        self._free.extend(range(num_slots, wanted))
 
     def _blank(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -284,9 +299,9 @@ class NativeTarget:
         if first == len(rows):
             return
         source = torch.tensor([branches.rows[row] for row in rows[first:]], device=self.device)
-        for (keys, values), (new_keys, new_values) in zip(self._cache, branches.layers, strict=True):
-            keys[slot, length + first : length + len(rows)] = new_keys[source]
-            values[slot, length + first : length + len(rows)] = new_values[source]
+        for pair, fresh in zip(self._cache, branches.kv[:, :, source], strict=True):
+            for cached, new in zip(pair, fresh, strict=True):
+                cached[slot, length + first : length + len(rows)] = new
 
     # The pass ----------------------------------------------------------------------------------------------------
 
@@ -314,43 +329,74 @@ class NativeTarget:
                 )
 
     def _run(self, batch: Sequence[VerifyRows], walks: Sequence[Sequence[Run]]) -> list[TargetOutput]:
-        room, shape = self._cache[0][0].shape[1], self.shape
-        layout = Layout(shape.num_heads, shape.num_kv_heads, room, self._min_rows, self.device)
-        plan = plan_pass(batch, walks, [_slot(part) for part in batch], layout)
-        x = F.embedding(torch.cat([leg.tokens for leg in plan.legs]), self.embed_weight)
-        positions = torch.cat([leg.positions for leg in plan.legs])
-        cos, sin = (table[positions][:, None] for table in self._rope)
-        masks = [leg.mask(self.dtype) for leg in plan.legs]
-        tapped: dict[int, torch.Tensor] = {}
-        fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
-        has_trees = not all(part.proposal.is_chain for part in batch)
-        for i, layer in enumerate(self.layers):
-            q, k, v = self._project(layer, x, cos, sin)
-            x = x + layer.out(self._attend(self._cache[i], plan, masks, q, k, v))
-            gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
-            if has_trees:
-                fresh.append((k, v))
-            if i in self._taps:
-                tapped[i] = x
-        for part, runs, rows in zip(batch, walks, plan.rows, strict=True):
-            is_chain = part.proposal.is_chain  # its rows lie where they may stay
-            _session(part).branches = None if is_chain else Branches(fresh, rows, placed_rows(runs))
-        hidden = torch.cat([tapped[i] for i in self._taps], dim=-1) if self._taps else x[:, :0]
-        return self._finish(batch, plan, x, hidden)
-
-    def _finish(
-        self, batch: Sequence[VerifyRows], plan: Plan, x: torch.Tensor, hidden: torch.Tensor
-    ) -> list[TargetOutput]:
+        plan = plan_pass(batch, walks, [_slot(part) for part in batch], self._layout())
         wanted = [
             rows[-1:] if part.last_row_only else rows for part, rows in zip(batch, plan.rows, strict=True)
         ]
-        picked = _take(x, [row for rows in wanted for row in rows])
-        logits = self._head(self._norm(picked, self.norm)).to(self._math)
-        return [
-            TargetOutput(logits=piece, hidden=_take(hidden, rows))
-            for piece, rows in zip(logits.split([len(rows) for rows in wanted]), plan.rows, strict=True)
-        ]
+        # what is uploaded is uploaded before the pass, so that nothing waits for it
+        picked, kept = self._pick(wanted, plan), self._pick(plan.rows, plan)
+        has_trees = not all(part.proposal.is_chain for part in batch)
+        x, hidden, fresh = self._pass(plan, has_trees=has_trees)
+        if plan.frame is not None and has_trees:
+            fresh = fresh.clone()  # the next pass writes where it lies
+        for part, runs, rows in zip(batch, walks, plan.rows, strict=True):
+            is_chain = part.proposal.is_chain  # its rows lie where they may stay
+            _session(part).branches = None if is_chain else Branches(fresh, rows, placed_rows(runs))
+        logits = self._head(self._norm(x[picked], self.norm)).to(self._math)
+        pieces = logits.split([len(rows) for rows in wanted])
+        hidden_rows = hidden[kept].split([len(rows) for rows in plan.rows])
+        return [TargetOutput(*both) for both in zip(pieces, hidden_rows, strict=True)]
+
+    def _layout(self) -> Layout:
+        shape, room = self.shape, self._cache[0][0].shape[1]
+        return Layout(shape.num_heads // shape.num_kv_heads, room, self._min_rows, self._recorder is not None)
+
+    def _pick(self, parts: Sequence[list[int]], plan: Plan) -> slice | torch.Tensor:
+        """Returns an index of these rows of a pass, one that copies where the pass may be recorded."""
+        rows = [row for part in parts for row in part]
+        if plan.frame is None and rows == list(range(rows[0], rows[0] + len(rows))):
+            return slice(rows[0], rows[0] + len(rows))
+        return upload(torch.tensor(rows), self.device)
+
+    def _pass(self, plan: Plan, *, has_trees: bool) -> Tensors:
+        """Returns what `forward` does, replayed where the pass fits a frame and there is a recorder."""
+        if plan.frame is None or self._recorder is None:
+            return self.forward(
+                [leg.over(*(upload(t, self.device) for t in leg.tensors)) for leg in plan.legs], has_trees
+            )
+        (leg,) = plan.legs
+        return self._recorder.run(
+            self,
+            ("verify", plan.frame, has_trees, self._taps),
+            leg.tensors,
+            lambda *tensors: self.forward([leg.over(*tensors)], has_trees),
+        )
+
+    def forward(self, legs: Sequence[Leg], has_trees: bool) -> Tensors:
+        """Runs the layers over the rows of all legs: a function of tensors on the device, whatever they hold.
+
+        Returns:
+            (R, D) the last layer's output, (R, taps · D) that of the tapped layers, and where there are trees all
+            layers' keys and values (layers, 2, R, G, E). Mutates: the cache.
+        """
+        layout = self._layout()
+        numbers = torch.cat([leg.numbers.flatten(1) for leg in legs], dim=1)
+        x = F.embedding(numbers[0], self.embed_weight)
+        cos, sin = (table[numbers[1]][:, None] for table in self._rope)
+        masks = [leg.mask(layout, self.dtype) for leg in legs]
+        tapped: dict[int, torch.Tensor] = {}
+        fresh: list[torch.Tensor] = []
+        for i, layer in enumerate(self.layers):
+            q, k, v = self._project(layer, x, cos, sin)
+            x = x + layer.out(self._attend(self._cache[i], legs, masks, (q, k, v)))
+            gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
+            if has_trees:
+                fresh.append(torch.stack([k, v]))
+            if i in self._taps:
+                tapped[i] = x
+        hidden = torch.cat([tapped[i] for i in self._taps], dim=-1) if self._taps else x[:, :0]
+        return x, hidden, torch.stack(fresh) if has_trees else x[:0]
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.shape.rms_norm_eps)
@@ -362,61 +408,30 @@ class NativeTarget:
         heads, groups, dim = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
         qkv = layer.qkv(self._norm(x, layer.input_norm)).view(-1, heads + 2 * groups, dim)
         if layer.q_norm is None or layer.k_norm is None:
-            q, k = _rotate(qkv[:, : heads + groups], cos, sin).split((heads, groups), dim=1)
+            q, k = rotate(qkv[:, : heads + groups], cos, sin).split((heads, groups), dim=1)
         else:
             q, k = qkv[:, :heads], qkv[:, heads : heads + groups]
-            q, k = (_rotate(self._norm(y, w), cos, sin) for y, w in ((q, layer.q_norm), (k, layer.k_norm)))
+            q, k = (rotate(self._norm(y, w), cos, sin) for y, w in ((q, layer.q_norm), (k, layer.k_norm)))
         return q, k, qkv[:, heads + groups :]
 
     def _attend(
         self,
         cache: tuple[torch.Tensor, torch.Tensor],
-        plan: Plan,
+        legs: Sequence[Leg],
         masks: Sequence[torch.Tensor],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Returns what each row's heads saw (R, H · E). Mutates: the cache."""
-        keys, values = cache
-        all_keys, all_values, flat = keys.flatten(0, 1), values.flatten(0, 1), q.reshape(-1, q.shape[-1])
+        (keys, values), (q, k, v) = cache, qkv
+        all_keys, all_values = keys.flatten(0, 1), values.flatten(0, 1)
         seen = []
-        for leg, mask in zip(plan.legs, masks, strict=True):
-            length = leg.visible.shape[2]
-            all_keys.index_copy_(0, leg.places, k[leg.rows])
-            all_values.index_copy_(0, leg.places, v[leg.rows])
-            seen.append(
-                F.scaled_dot_product_attention(
-                    flat[leg.queries],
-                    keys[leg.slots, :length].transpose(1, 2),
-                    values[leg.slots, :length].transpose(1, 2),
-                    mask,
-                ).flatten(0, 2)
-            )
-        answers = torch.cat(seen) if len(seen) > 1 else seen[0]
-        return answers[plan.answers].view(-1, self.shape.num_heads * self.shape.head_dim)
-
-
-def _take(x: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Returns these rows of `x` (R, ·), without a copy where they follow each other."""
-    first = rows[0]
-    if rows == list(range(first, first + len(rows))):
-        return x[first : first + len(rows)]
-    return x[torch.tensor(rows, device=x.device)]
-
-
-def _rope_table(
-    shape: Shape, length: int, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cos and signed sin (length, E) of absolute positions, for `_rotate` in half-split layout."""
-    exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
-    angles = torch.arange(length, dtype=torch.float64)[:, None] / shape.rope_theta**exponent
-    cos, sin = torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1)
-    return cos.to(device, dtype), sin.to(device, dtype)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+        for leg, mask in zip(legs, masks, strict=True):
+            places, rows = leg.numbers[2].flatten(), leg.rows
+            all_keys.index_copy_(0, places, k[rows])
+            all_values.index_copy_(0, places, v[rows])
+            k_leg, v_leg = (cached[leg.slots, : leg.kv_length].transpose(1, 2) for cached in cache)
+            seen.append(attend_grouped(q[rows].unflatten(0, leg.size), k_leg, v_leg, mask))
+        return torch.cat(seen) if len(seen) > 1 else seen[0]
 
 
 def _slot(part: VerifyRows) -> int:

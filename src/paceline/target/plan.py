@@ -8,18 +8,19 @@ from, and is attended to before the next one is laid. All the rest of a pass tak
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.core.product import ROW_PAD
+from paceline.core.attention import grouped_mask
+from paceline.core.recorder import MAX_SEQUENCES, MAX_WIDTH, Tensors, bucket, length_bucket, window
 from paceline.target.base import VerifyRows
 
 KV_PAD, KV_BLOCK = 64, 512
 """K/V lengths that attention sees are multiples of the first; kernels work through them in blocks of the second."""
+SPARE_ROWS = 1
+"""Rows of padding that are cheaper than another leg."""
 KV_SPARE = 8
 """So many masked keys at least end a K/V length: products in float64 sum the last few keys in another order."""
 
@@ -81,10 +82,40 @@ def placed_rows(runs: Sequence[Run]) -> list[int]:
     return placed
 
 
+def seat(walks: Sequence[Sequence[Run]]) -> list[list[int]]:
+    """Returns which parts share a leg, by leg and in order: those of one turn, as long as little of it is padding.
+
+    A row of padding costs what any row costs, and a further leg about as much as `SPARE_ROWS` of them: its calls.
+
+    Args:
+        walks: the parts' runs. Turn t takes the run t of each part that has one.
+
+    Pure.
+    """
+    legs: list[list[int]] = []
+    for turn in range(max(map(len, walks), default=0)):
+        width, seated = 0, list[int]()
+        for n, runs in enumerate(walks):
+            if len(runs) <= turn:
+                continue
+            wider = max(width, own := len(runs[turn].rows))
+            padding = wider * (len(seated) + 1) - width * len(seated) - own
+            if seated and padding > SPARE_ROWS:
+                legs.append(seated)
+                seated, wider = [], own
+            seated, width = [*seated, n], wider
+        legs.append(seated)
+    return legs
+
+
 def num_pass_rows(walks: Sequence[Sequence[Run]]) -> int:
     """Returns the rows of a pass over parts with these walks, padding included. Pure."""
-    legs = zip_longest(*([len(run.rows) for run in runs] for runs in walks), fillvalue=0)
-    return sum(max(widths) * sum(width > 0 for width in widths) for widths in legs)
+    turns, num_rows = [0] * len(walks), 0
+    for seated in seat(walks):
+        num_rows += len(seated) * max(len(walks[n][turns[n]].rows) for n in seated)
+        for n in seated:
+            turns[n] += 1
+    return num_rows
 
 
 def split_pass(order: list[int], walks: Sequence[Sequence[Run]], max_rows: int | None) -> list[list[int]]:
@@ -100,6 +131,21 @@ def split_pass(order: list[int], walks: Sequence[Sequence[Run]], max_rows: int |
     return passes
 
 
+@dataclass(slots=True)
+class Branches:
+    """A tree's K/V, until it is known which of its nodes are kept.
+
+    Args:
+        kv: keys and values of all rows of the pass, (layers, 2, R, G, E).
+        rows: where the part's rows are in the pass.
+        placed: the rows that lie in the slot, in order.
+    """
+
+    kv: torch.Tensor
+    rows: list[int]
+    placed: list[int]
+
+
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
@@ -108,136 +154,227 @@ class Layout:
     """What the passes of a model share.
 
     Args:
-        num_heads, num_kv_heads: H and G.
-        room: rows of a K/V slot; the last of them belongs to no session, and padding beyond the room goes there.
+        group: heads that share K/V.
+        room: rows of a K/V slot; the last of them belongs to no session, and padding goes there.
         min_rows: fewest rows of a pass.
-        device: where index tensors go.
+        framed: pad passes to frames where they fit one.
     """
 
-    num_heads: int
-    num_kv_heads: int
+    group: int
     room: int
     min_rows: int
-    device: torch.device
+    framed: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The rectangle of fixed size that a pass is padded to, so that it can be recorded.
+
+    Args:
+        first, num_slots: the K/V slots that it covers, all of them whoever has rows.
+        width: rows of each.
+        kv_length: T.
+    """
+
+    first: int
+    num_slots: int
+    width: int
+    kv_length: int
+
+
+@dataclass(frozen=True, slots=True)
 class Leg:
     """A rectangle of rows that attention takes at once: the next run of each part that has one.
 
+    Padding writes its K/V where no session reads and sees one key of its slot.
+
     Args:
-        rows: which rows of the pass, N · W of them.
-        tokens, positions: (N · W,) their input ids and absolute positions, padding included.
-        places: (N · W,) where their K/V are written, counted through all slots.
-        slots: the parts' K/V slots, a slice when they are contiguous (then attention reads them in place).
-        queries: (N, G, Q) which of the pass's R · H query vectors attention takes: the W rows of each head that shares
-            a K/V head, then copies of the first up to a multiple of `ROW_PAD`.
-        answers: (N · W · H,) where in what attention returns for them each row's heads are.
-        visible: (N, Q, T) which K/V each of them sees; for T see `padded_length`.
+        numbers: (4, N, W) of each row its input id, its absolute position, where its K/V are written, counted through
+            all slots, and the last key of its slot that it sees.
+        ancestry: (N, W, W) which rows of its run each row sees beyond that key; `None` where there are no branches.
+        start: which row of the pass is its first.
+        slots: the rows' K/V slots, a slice when they are contiguous (then attention reads them in place).
+        kv_length: T, how much of the slots attention sees (see `padded_length`).
     """
 
-    rows: slice
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    places: torch.Tensor
+    numbers: torch.Tensor
+    ancestry: torch.Tensor | None
+    start: int
     slots: slice | torch.Tensor
-    queries: torch.Tensor
-    answers: torch.Tensor
-    visible: torch.Tensor
+    kv_length: int
 
-    def mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the additive mask (N, 1, Q, T)."""
-        mask = torch.zeros(self.visible.shape, dtype=dtype, device=self.visible.device)
-        return mask.masked_fill_(~self.visible, -math.inf)[:, None]
+    @property
+    def tensors(self) -> Tensors:
+        """What differs between passes of one shape."""
+        return (self.numbers,) if self.ancestry is None else (self.numbers, self.ancestry)
+
+    def over(self, numbers: torch.Tensor, ancestry: torch.Tensor | None = None) -> Leg:
+        """Returns this leg over other `tensors`, on any device. Pure."""
+        slots = self.slots if isinstance(self.slots, slice) else self.slots.to(numbers.device)
+        return replace(self, numbers=numbers, ancestry=ancestry, slots=slots)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """N and W."""
+        return self.numbers.shape[1], self.numbers.shape[2]
+
+    @property
+    def rows(self) -> slice:
+        """Which rows of the pass they are."""
+        return slice(self.start, self.start + self.numbers[0].numel())
+
+    def mask(self, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the additive mask (N, 1, Q, T) for `attend_grouped`."""
+        keys_T = torch.arange(self.kv_length, device=self.numbers.device)
+        seen_NWT = keys_T <= self.numbers[3, ..., None]
+        if self.ancestry is not None:
+            width = self.size[1]
+            row_NT = keys_T - self.numbers[1, :, :1]  # which row of the run lies there
+            row_NWT = row_NT.clamp(0, width - 1)[:, None].expand(-1, width, -1)
+            seen_NWT |= self.ancestry.gather(2, row_NWT) & ((row_NT >= 0) & (row_NT < width))[:, None]
+        return grouped_mask(seen_NWT, layout.group, layout.min_rows, dtype)
 
 
 @dataclass(slots=True)
 class Plan:
-    """A pass over R rows.
+    """A pass.
 
     Args:
         legs: what attention takes, in order; their rows stand one behind the other.
         rows: by part, where each of its rows is in the pass.
-        answers: (R · H,) where each row's heads are in what attention returns, leg behind leg.
+        frame: what the one leg is padded to, if it is.
     """
 
     legs: list[Leg]
     rows: list[list[int]]
-    answers: torch.Tensor
+    frame: Frame | None
 
 
 def plan_pass(
     batch: Sequence[VerifyRows], walks: Sequence[Sequence[Run]], slots: Sequence[int], layout: Layout
 ) -> Plan:
-    """Returns the pass that takes all parts along their walks, padded to the widest run of each leg.
+    """Returns the pass that takes all parts along their walks, legs padded to their widest run (see `seat`).
 
     Args:
         walks: the parts' runs, by `walk` or `whole`.
         slots: the parts' K/V slots, ascending.
     """
-    legs, answers = list[Leg](), list[torch.Tensor]()
-    rows = [[0] * part.num_rows for part in batch]
     min_width = layout.min_rows if num_pass_rows(walks) < layout.min_rows else 1
-    num_rows = num_queries = 0
-    for turn in range(max(len(runs) for runs in walks)):
-        there = [n for n, runs in enumerate(walks) if len(runs) > turn]
-        runs = [walks[n][turn] for n in there]
-        width = max(min_width, *(len(run.rows) for run in runs))
-        for start, n, run in zip(range(num_rows, 1 << 62, width), there, runs, strict=False):
+    frame = _frame(batch, walks, slots, min_width, layout) if layout.framed else None
+    if frame is not None:
+        return _framed(batch, walks, slots, frame, layout)
+    legs, num_rows, turns = list[Leg](), 0, [0] * len(batch)
+    rows = [[0] * part.num_rows for part in batch]
+    for seated in seat(walks):
+        runs = {n: walks[n][turns[n]] for n in seated}
+        width = max(min_width, *(len(run.rows) for run in runs.values()))
+        for start, (n, run) in zip(range(num_rows, 1 << 62, width), runs.items(), strict=False):
+            turns[n] += 1
             for column, row in enumerate(run.rows):
                 rows[n][row] = start + column
-        taken = torch.arange(num_rows, num_rows + len(there) * width).view(len(there), width)
-        legs.append(_plan_leg([batch[n] for n in there], runs, [slots[n] for n in there], taken, layout))
-        answers.append(legs[-1].answers + num_queries)
-        num_rows, num_queries = num_rows + taken.numel(), num_queries + legs[-1].queries.numel()
-    return Plan(legs, rows, torch.cat(answers))
+        there = {slots[n]: (batch[n], run) for n, run in runs.items()}
+        kv_length = min(_kv_length(there.values(), width), layout.room)
+        legs.append(_plan_leg(there, list(there), (width, kv_length), num_rows, layout))
+        num_rows += len(seated) * width
+    return Plan(legs, rows, None)
+
+
+def _framed(
+    batch: Sequence[VerifyRows],
+    walks: Sequence[Sequence[Run]],
+    slots: Sequence[int],
+    frame: Frame,
+    layout: Layout,
+) -> Plan:
+    """Returns the pass that takes parts of one run each, padded to a frame."""
+    seated = {slot: (part, runs[0]) for slot, part, runs in zip(slots, batch, walks, strict=True)}
+    covered = range(frame.first, frame.first + frame.num_slots)
+    leg = _plan_leg(seated, covered, (frame.width, frame.kv_length), 0, layout)
+    starts = [(slot - frame.first) * frame.width for slot in slots]
+    rows = [list(range(start, start + part.num_rows)) for start, part in zip(starts, batch, strict=True)]
+    return Plan([leg], rows, frame)
+
+
+def _frame(
+    batch: Sequence[VerifyRows],
+    walks: Sequence[Sequence[Run]],
+    slots: Sequence[int],
+    min_width: int,
+    layout: Layout,
+) -> Frame | None:
+    """Returns the frame that a pass fits, or `None` where it is too large, or walks branches one by one."""
+    first, num_slots = window(slots)
+    width = bucket(max(min_width, *(part.num_rows for part in batch)))
+    if num_slots > MAX_SEQUENCES or width > MAX_WIDTH or any(len(runs) > 1 for runs in walks):
+        return None
+    if num_slots * width > MAX_WIDTH and num_slots * width > 4 * num_pass_rows(walks):
+        return None  # a piece of a prompt beside many narrow parts: mostly padding
+    longest = _kv_length([(part, runs[0]) for part, runs in zip(batch, walks, strict=True)], width)
+    return Frame(first, num_slots, width, length_bucket(longest, layout.room))
+
+
+def _kv_length(runs: Iterable[tuple[VerifyRows, Run]], width: int) -> int:
+    return padded_length(max(part.session.length + run.depth for part, run in runs) + width)
 
 
 def _plan_leg(
-    parts: Sequence[VerifyRows], runs: Sequence[Run], slots: Sequence[int], rows: torch.Tensor, layout: Layout
+    seated: Mapping[int, tuple[VerifyRows, Run]],
+    slots: Sequence[int],
+    sizes: tuple[int, int],
+    start: int,
+    layout: Layout,
 ) -> Leg:
-    """Returns the leg that takes one run of each part at `rows` (N, W) of the pass."""
-    num_seq, width = rows.shape
-    start = torch.tensor([part.session.length + run.depth for part, run in zip(parts, runs, strict=True)])
-    positions = (start[:, None] + torch.arange(width)).clamp(max=layout.room - 1)
-    places = positions + layout.room * torch.tensor(slots)[:, None]
-    kv_length = min(padded_length(int(start.max()) + width), layout.room)
-    visible = torch.arange(kv_length) <= positions[..., None]
-    tokens = torch.zeros_like(rows)
-    for n, (part, run) in enumerate(zip(parts, runs, strict=True)):
-        ids = [*part.anchor_tokens, *part.proposal.tokens]
-        tokens[n, : len(run.rows)] = torch.tensor([ids[row] for row in run.rows])
-        if len(run.rows) == part.num_rows and not part.proposal.is_chain:
-            _lay_whole(part, positions[n], visible[n])
-    heads = torch.arange(layout.num_heads).view(layout.num_kv_heads, -1, 1)
-    group = heads.shape[1]
-    padded = torch.arange(round_up(group * max(width, layout.min_rows), ROW_PAD))
-    padded[group * width :] = 0
-    queries = (rows[:, None, None] * layout.num_heads + heads).flatten(2)[..., padded]
-    answers = torch.arange(queries.numel()).view(queries.shape)[..., : group * width]
-    contiguous = list(slots) == list(range(slots[0], slots[0] + num_seq))
-    device = layout.device
+    """Returns the leg that takes one run of each part.
+
+    Args:
+        seated: parts and their runs by slot.
+        slots: the leg's slots, ascending; those without a part are padding.
+        sizes: W and T.
+        start: the leg's first row in the pass.
+    """
+    width, kv_length = sizes
+    numbers: list[list[int]] = [[], [], [], []]
+    ancestry = None
+    for seat, slot in enumerate(slots):
+        count, scratch = 0, (slot + 1) * layout.room - 1
+        if slot in seated:
+            part, run = seated[slot]
+            count, first = len(run.rows), part.session.length + run.depth
+            ids = [*part.anchor_tokens, *part.proposal.tokens]
+            positions: Sequence[int] = range(first, first + count)
+            limits = positions
+            if count == part.num_rows and not part.proposal.is_chain:
+                if ancestry is None:
+                    ancestry = torch.zeros(len(slots), width, width, dtype=torch.bool)
+                positions, limits = _lay_whole(part, ancestry[seat])
+            places = range(slot * layout.room + first, slot * layout.room + first + count)
+            for column, values in zip(
+                numbers, ([ids[r] for r in run.rows], positions, places, limits), strict=True
+            ):
+                column.extend(values)
+        for column, filler in zip(numbers, (0, 0, scratch, 0), strict=True):
+            column.extend([filler] * (width - count))
+    contiguous = slots[-1] - slots[0] == len(slots) - 1
     return Leg(
-        rows=slice(int(rows[0, 0]), int(rows[-1, -1]) + 1),
-        tokens=tokens.view(-1).to(device),
-        positions=positions.view(-1).to(device),
-        places=places.view(-1).to(device),
-        slots=slice(slots[0], slots[0] + num_seq) if contiguous else torch.tensor(slots, device=device),
-        queries=queries.to(device),
-        answers=answers.unflatten(2, (group, width)).permute(0, 3, 1, 2).reshape(-1).to(device),
-        visible=visible[:, padded % width].to(device),
+        numbers=torch.tensor(numbers).view(4, len(slots), width),
+        ancestry=ancestry,
+        start=start,
+        slots=slice(slots[0], slots[-1] + 1) if contiguous else torch.tensor(slots),
+        kv_length=kv_length,
     )
 
 
-def _lay_whole(part: VerifyRows, positions: torch.Tensor, visible: torch.Tensor) -> None:
-    """Writes the positions (W,) and the sight (W, T) of a tree in one run over those of a chain. Mutates: both."""
+def _lay_whole(part: VerifyRows, ancestry: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Returns positions and limits of a tree that lies in one run, row behind row. Mutates: its ancestry (W, W)."""
     start, root = part.session.length, len(part.anchor_tokens) - 1
-    visible[root + 1 :, start + root + 1 :] = False
+    positions = list(range(start, start + root + 1))
     for node, parent in enumerate(part.proposal.parents):
         row, above = root + 1 + node, root + parent
-        positions[row] = positions[above] + 1
-        visible[row] = visible[above]
-        visible[row, start + row] = True
+        positions.append(positions[above] + 1)
+        ancestry[row] = ancestry[above]
+        ancestry[row, row] = True
+    limits = [min(position, start + root) for position in positions]
+    return positions, limits
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -46,6 +46,12 @@ def rollback(cache: Any, length: int) -> None:
             layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
 
+def copy_rows(cache: Any, other: Any, length: int) -> None:
+    """Copies the first `length` positions to another cache, which is empty. Mutates: `other`."""
+    for layer, copy in zip(cache.layers, other.layers, strict=True):
+        copy.update(layer.keys[..., :length, :], layer.values[..., :length, :])
+
+
 def keep_rows(cache: Any, length: int, rows: Sequence[int]) -> None:
     """Keeps the first `length` positions and, packed behind them, positions `length + row`. Mutates: `cache`."""
     if list(rows) == list(range(len(rows))):
