@@ -177,7 +177,8 @@ def test_a_prompt_in_pieces_is_injected_whole(
         watched, passes = Watched(drafter), Counting(long_target, monkeypatch)
         engine = Engine(long_target, watched)
         engine.add(request("a", tokens(length), 1))
-        engine.step()
+        while engine.has_work:
+            engine.step()
         contexts += watched.contexts
         assert passes.num_passes == (num_pieces if longest == 512 else 1)
         monkeypatch.undo()

@@ -11,7 +11,6 @@ import torch
 from paceline.core.errors import CapacityError, ConfigError, RequestError
 from paceline.core.params import SamplingParams
 from paceline.core.types import Request
-from paceline.drafter.base import Drafter
 from paceline.engine.engine import Engine
 from paceline.engine.sequence import room
 from paceline.target.native import NativeTarget
@@ -283,15 +282,40 @@ class Broken(ConstantDrafter):
             raise MemoryError(where)
 
 
-@pytest.mark.parametrize("where", ["open", "inject"])
-def test_an_admission_that_fails_gives_its_memory_back(where: str, target: NativeTarget) -> None:
-    drafter: Drafter = Broken(where)
-    engine = Engine(target, drafter)
+def test_a_request_without_memory_ends_alone(target: NativeTarget) -> None:
+    engine = Engine(target, Broken("open"))
     engine.add(request("a"))
-    with pytest.raises(MemoryError, match=where):
+    engine.add(request("plain", block_size=1))  # opens no context
+    deltas = engine.step()
+    assert [(d.request_id, d.token_ids, d.finish_reason) for d in deltas if d.finish_reason] == [
+        ("a", (), "error")
+    ]
+    completion = engine.take_completion("a")
+    assert (completion.finish_reason, completion.token_ids) == ("error", ())
+    assert completion.stop_reason == "no memory for a text of 18 tokens (open); hint: fewer texts at once"
+    while engine.has_work:
         engine.step()
+    assert len(engine.take_completion("plain").token_ids) == 12
     assert all_slots_are_free(target)
-    assert not engine.has_work
+
+
+def test_a_prefill_that_fails_can_be_repeated_or_left(target: NativeTarget) -> None:
+    (plain,) = plain_texts(target, [request("a")])
+    for is_left in (False, True):
+        drafter = Broken("inject")
+        engine = Engine(target, drafter)
+        engine.add(request("a"))
+        with pytest.raises(MemoryError, match="inject"):
+            engine.step()
+        drafter.where = "nowhere"
+        if is_left:
+            engine.close()
+        while engine.has_work:
+            engine.step()
+        expected = ("cancelled", ()) if is_left else ("length", plain.token_ids)
+        completion = engine.take_completion("a")
+        assert (completion.finish_reason, completion.token_ids) == expected
+        assert all_slots_are_free(target)
 
 
 def test_a_sequence_has_room_for_one_block_beyond_its_end() -> None:
@@ -318,19 +342,13 @@ def test_an_admission_that_fails_loses_no_word_of_those_before_it(target: Native
     drafter = Broken("nowhere")
     engine = Engine(target, drafter, max_sequences=2)
     engine.add(request("a"))
+    delivered = [token for delta in engine.step() for token in delta.token_ids]
     engine.add(request("b"))
-    admit = engine._admit
-
-    def admit_one() -> Any:
-        delta = admit()
-        drafter.where = "open"
-        return delta
-
-    engine._admit = admit_one  # type: ignore[method-assign]
-    with pytest.raises(MemoryError):
-        engine.step()
-    drafter.where = "nowhere"
-    delivered: list[int] = []
+    drafter.where = "open"
+    reasons = {}
     while engine.has_work:
-        delivered += [token for delta in engine.step() for token in delta.token_ids]
+        for delta in engine.step():
+            delivered += delta.token_ids
+            reasons[delta.request_id] = delta.finish_reason
     assert tuple(delivered) == engine.take_completion("a").token_ids
+    assert reasons == {"a": "length", "b": "error"}

@@ -177,6 +177,7 @@ def test_what_cannot_be_embedded_is_refused_before_it_is(
     (plain,) = plain_texts(target, [FIRST])
     passes, engine = Counting(target, monkeypatch), Engine(target, Faulty(proposal))
     engine.add(FIRST)
+    engine.step()  # reads the prompt
     engine.step()
     before = passes.num_passes
     with pytest.raises(IncompatiblePairError, match=message):

@@ -13,11 +13,12 @@ from paceline.core import sampling
 from paceline.core.sampling import Law
 from paceline.core.types import Proposal, Verdict
 from paceline.core.verification import judge
+from paceline.drafter.base import Drafter
 from paceline.engine import step as engine_step
 from paceline.testing import assert_lossless, plain_texts
 from test_losslessness import DRAFTERS, sampled, target, texts_of
 
-said_honestly, inject_honestly, choose_honestly = engine_step._said, engine_step._inject, Law.choose
+said_honestly, show_honestly, choose_honestly = engine_step._said, engine_step._show, Law.choose
 noise_honestly, counts_honestly = Law._noise_rows, sampling._counts
 
 
@@ -117,13 +118,20 @@ def takes_trees_for_chains(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_a_hidden_row(patch: pytest.MonkeyPatch) -> None:
     """The drafter is not shown the last row that was kept."""
-    patch.setattr(
-        engine_step,
-        "_inject",
-        lambda sequences, hidden, tokens, drafter: inject_honestly(
-            sequences, [rows[:-1] for rows in hidden], [ids[:-1] for ids in tokens], drafter
-        ),
-    )
+
+    class Forgetful:
+        def __init__(self, drafter: Drafter) -> None:
+            self.drafter = drafter
+
+        def inject(
+            self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]
+        ) -> None:
+            self.drafter.inject(contexts, [rows[:-1] for rows in hidden], [ids[:-1] for ids in tokens])
+
+    def show(blocks: Any, outputs: Any, verdicts: Any, drafter: Drafter | None) -> None:
+        show_honestly(blocks, outputs, verdicts, drafter and Forgetful(drafter))  # type: ignore[arg-type]
+
+    patch.setattr(engine_step, "_show", show)
 
 
 def mixes_up_a_batch(patch: pytest.MonkeyPatch) -> None:

@@ -51,15 +51,25 @@ class Proposal:
 
     A chain is the tree whose parents are 0, 1, 2, …; no tokens at all is plain decoding. Drafts are deterministic
     guesses (point masses): a guess stands when it equals the token that the target says there.
+
+    Args:
+        tokens, parents: of the nodes; parents precede children.
+        chances: probability of each node that its whole path stands, as far as the drafter can tell; empty where it
+            does not say.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+    chances: tuple[float, ...] = ()
 
     @classmethod
     def chain(cls, tokens: list[int] | tuple[int, ...]) -> Proposal:
         """Returns the chain of `tokens`, each the child of the one before it."""
         return cls(tuple(tokens), tuple(range(len(tokens))))
+
+    def front(self, num_nodes: int) -> Proposal:
+        """Returns the first nodes; parents precede children, so any front part is a tree."""
+        return Proposal(self.tokens[:num_nodes], self.parents[:num_nodes], self.chances[:num_nodes])
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -110,8 +120,9 @@ class StepRecord:
         num_drafted: drafted tokens that were verified.
         num_accepted: drafts that stood, before any cut by end of text or length.
         num_emitted: tokens delivered, after that cut.
-        draft_s: wall-clock seconds of drafting, shared by the batch of that step.
-        verify_s: wall-clock seconds of the target's pass and the verdict, shared by the batch of that step.
+        draft_s, verify_s, sample_s, inject_s, keep_s: wall-clock seconds of drafting, of the target's pass, of choosing
+            its tokens and judging the drafts (on CUDA the wait for the pass among them), of showing the drafter what
+            was kept, and of keeping its K/V; shared by the batch of that step.
         num_sequences: how many sequences shared the step.
     """
 
@@ -122,6 +133,9 @@ class StepRecord:
     draft_s: float = 0.0
     verify_s: float = 0.0
     num_sequences: int = 1
+    sample_s: float = 0.0
+    inject_s: float = 0.0
+    keep_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +184,15 @@ class Completion:
         request_id: whose it is.
         prompt_ids, token_ids: what went in, what came out.
         text: decoded `token_ids`, special tokens left out, up to before a stop string.
-        finish_reason: "stop", "length", "cancelled", or "error" where its grammar led into a dead end.
+        finish_reason: "stop", "length", "cancelled", or "error" where its grammar led into a dead end or there was no
+            memory for it.
         stop_reason: the stop string or stop token id that ended it, or the error; `None` for the target's own end of
             text.
         sample_index: see `Request`.
         logprobs: one entry for each of `token_ids`; `None` where the request did not ask.
         steps: one record per verify step, in order.
-        prefill_s, decode_s: seconds to the first token, and after it.
+        prefill_s, decode_s: seconds from admission to the first token, and after it.
+        num_reused_tokens: of the prompt, those whose K/V were copied from a text that begins alike.
     """
 
     request_id: str
@@ -190,6 +206,7 @@ class Completion:
     stop_reason: int | str | None = None
     sample_index: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    num_reused_tokens: int = 0
 
     @property
     def acceptance_length(self) -> float | None:
@@ -211,6 +228,7 @@ class Completion:
             "text": self.text,
             "token_ids": list(self.token_ids),
             "num_prompt_tokens": len(self.prompt_ids),
+            "num_reused_tokens": self.num_reused_tokens,
             "num_new_tokens": len(self.token_ids),
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,

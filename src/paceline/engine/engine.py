@@ -14,9 +14,11 @@ from paceline.core.types import Completion, Request, StepRecord, TokenDelta
 from paceline.drafter.base import Drafter
 from paceline.engine.grammar import Automaton, Delayed
 from paceline.engine.output import Output, TextDecoder
+from paceline.engine.pacing import budget_of
+from paceline.engine.prefix import Memory, PrefixCache
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence, room
-from paceline.engine.step import prefill, step
+from paceline.engine.step import step
 from paceline.target.base import Target
 
 
@@ -25,13 +27,15 @@ class Engine:
 
     Args:
         target: the model whose text it is.
-        drafter: who guesses; `None` decodes plainly.
+        drafter: who guesses; `None` decodes plainly. A `Paced` one brings the budget of its steps.
         max_sequences: most sequences that step together.
         block_size: slots per block, anchor included; `None` takes the drafter's, 1 decodes plainly.
         new_decoder: makes an incremental text decoder for a sequence; without it deltas carry no text, and requests
             with stop strings are refused.
         open_grammar: makes the automaton of a grammar; without it requests with a grammar are refused.
         keyed_drafts: draft with a request's own noise at temperatures above 0; changes the speed, never the text.
+        prefix_tokens: tokens of ended texts that are kept for prompts which begin alike (see `PrefixCache`); what
+            running texts have read is shared in any case.
     """
 
     def __init__(
@@ -44,15 +48,18 @@ class Engine:
         new_decoder: Callable[[], TextDecoder] | None = None,
         open_grammar: Callable[[Grammar], Automaton] | None = None,
         keyed_drafts: bool = True,
+        prefix_tokens: int = 0,
     ) -> None:
         self.target, self.drafter = target, drafter
         self.block_size = self._checked_block_size(block_size)
         self.scheduler = Scheduler(max_sequences)
+        self.prefixes = PrefixCache(prefix_tokens)
         self.keyed_drafts = keyed_drafts
+        self._budget = budget_of(drafter)
         self._new_decoder, self._open_grammar = new_decoder, open_grammar
         self._automata: dict[str, Automaton] = {}  # of waiting requests
         self._completions: dict[str, Completion] = {}
-        self._admitted: list[TokenDelta] = []  # kept where what follows in the same step fails
+        self._deltas: list[TokenDelta] = []  # kept where what follows in the same step fails
         self._tap()
 
     def _tap(self) -> None:
@@ -73,7 +80,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs, or a delta has not been handed out yet."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self._admitted)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._deltas)
 
     def add(self, request: Request) -> list[str]:
         """Queues a request, or one for each of its `n` texts, and returns their ids (see `Request.samples`).
@@ -127,15 +134,14 @@ class Engine:
         withdrawn = self.scheduler.withdraw(request_id)
         if withdrawn is not None:
             self._automata.pop(request_id, None)
-            self._completions[request_id] = Completion(
-                request_id, withdrawn.prompt_ids, (), "", "cancelled", sample_index=withdrawn.sample_index
-            )
+            self._completions[request_id] = _unbegun(withdrawn, "cancelled")
             return True
-        self._admitted = [delta for delta in self._admitted if delta.request_id != request_id]
+        self._retire()  # what ended in a step that failed is no longer held
         for sequence in self.scheduler.running:
             if sequence.request.id == request_id:
+                self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
                 sequence.output.flush()
-                sequence.close("cancelled")
+                sequence.end("cancelled")
                 self._retire()
                 return True
         return False
@@ -145,27 +151,17 @@ class Engine:
         return self._completions.pop(request_id)
 
     def step(self) -> list[TokenDelta]:
-        """Admits what fits, advances every running sequence by one block, and returns what became certain."""
+        """Admits what fits, advances every running sequence by one block, reads on in the prompts of the others.
+
+        Returns what became certain. A step that raised can be repeated: no sequence is lost, and no token.
+        """
         self._tap()
-        while self.scheduler.has_room:
-            self._admitted.append(self._admit())
         self._retire()
-        advanced: list[TokenDelta] = []
-        running = self.scheduler.running
-        if running:
-            started = time.perf_counter()
-            verdicts = step(running, self.target, self.drafter, keyed_drafts=self.keyed_drafts)
-            elapsed = time.perf_counter() - started
-            for sequence, verdict in verdicts:
-                sequence.decode_s += elapsed
-                advanced.append(self._deliver(sequence, list(verdict.tokens), sequence.steps[-1]))
-            advanced += [
-                TokenDelta(s.request.id, (), s.output.flush(), finish_reason=s.finish_reason)
-                for s in running
-                if s.finish_reason == "error"
-            ]
+        self._admit()
+        if self.scheduler.running:
+            self._advance()
         self._retire()
-        deltas, self._admitted = self._admitted + advanced, []
+        deltas, self._deltas = self._deltas, []
         return deltas
 
     def close(self) -> None:
@@ -174,25 +170,61 @@ class Engine:
             self.cancel(request.id)
         for sequence in list(self.scheduler.running):
             self.cancel(sequence.request.id)
+        self.prefixes.close()
+        self._deltas = []
 
-    def _admit(self) -> TokenDelta:
-        request = self.scheduler.waiting.popleft()
+    def _admit(self) -> None:
+        """Starts waiting requests, first come first served; one that there is no memory for ends with an error.
+
+        A request whose prompt begins like one that is being read waits until it can be copied. Nothing is lost by that,
+        since prompts are read in their order.
+        """
+        while self.scheduler.has_room:
+            request = self.scheduler.waiting[0]
+            if self.prefixes.is_being_read(
+                request.prompt_ids, self.scheduler.running, self._drafter_of(request)
+            ):
+                return
+            try:
+                self.scheduler.running.append(self._open(request))
+            except CapacityError as error:
+                self._completions[request.id] = _unbegun(request, "error", str(error))
+                self._deltas.append(TokenDelta(request.id, (), finish_reason="error"))
+                self._automata.pop(request.id, None)
+            self.scheduler.waiting.popleft()
+
+    def _advance(self) -> None:
+        """Makes the step and delivers what was said."""
         started = time.perf_counter()
-        sequence = self._open(request)
-        try:
-            prefill(sequence, self.target, self.drafter)
-        except BaseException:
-            sequence.close("cancelled")
-            raise
-        self.scheduler.running.append(sequence)
-        sequence.prefill_s = time.perf_counter() - started
-        return self._deliver(sequence, sequence.tokens[-1:], None)
+        verdicts = step(
+            self.scheduler.running,
+            self.target,
+            self.drafter,
+            budget=self._budget,
+            keyed_drafts=self.keyed_drafts,
+        )
+        now = time.perf_counter()
+        for sequence, verdict in verdicts:
+            if sequence.output.num_tokens:
+                sequence.decode_s += now - started
+                record = sequence.steps[-1]
+            else:  # its prompt has been read
+                sequence.prefill_s, record = now - sequence.admitted_at, None
+            self._deltas.append(self._deliver(sequence, list(verdict.tokens), record))
+
+    def _drafter_of(self, request: Request) -> Drafter | None:
+        return self.drafter if (request.block_size or self.block_size) > 1 else None
 
     def _open(self, request: Request) -> Sequence:
-        """Returns the sequence of a request that starts now."""
+        """Returns the sequence of a request that starts now.
+
+        Raises:
+            CapacityError: there is no memory for it.
+        """
         spec, params = self.target.spec, request.params
         block_size = request.block_size or self.block_size
         capacity = room(len(request.prompt_ids), params.max_new_tokens, block_size, spec.max_positions)
+        output = Output(params, params.ends(spec.eos_token_ids), self._new_decoder and self._new_decoder())
         law = Law(
             params,
             spec.vocab_size,
@@ -201,15 +233,19 @@ class Engine:
             num_prompt_tokens=len(request.prompt_ids),
             eos_token_ids=spec.eos_token_ids,
         )
+        memory = self.prefixes.open(  # last, since it must be closed
+            request.prompt_ids, capacity, self.scheduler.running, self.target, self._drafter_of(request)
+        )
         return Sequence(
             request=request,
             law=law,
-            output=Output(params, law.ends, self._new_decoder() if self._new_decoder else None),
+            output=output,
             block_size=block_size,
             tokens=list(request.prompt_ids),
-            context=self.drafter.open(capacity) if self.drafter and block_size > 1 else None,
+            session=memory.session,
+            context=memory.context,
+            num_reused_tokens=memory.session.length,
             automaton=self._automata.pop(request.id, None),
-            session=self.target.open(capacity),  # last, since it must be closed
         )
 
     def _deliver(self, sequence: Sequence, tokens: list[int], record: StepRecord | None) -> TokenDelta:
@@ -219,8 +255,7 @@ class Engine:
             record = replace(record, num_emitted=len(delivery.token_ids))
             sequence.steps[-1] = record
         if delivery.finish_reason is not None:
-            sequence.stop_reason = delivery.stop_reason
-            sequence.close(delivery.finish_reason)
+            sequence.end(delivery.finish_reason, delivery.stop_reason)
         return TokenDelta(
             request_id=sequence.request.id,
             token_ids=delivery.token_ids,
@@ -232,5 +267,30 @@ class Engine:
         )
 
     def _retire(self) -> None:
+        """Takes leave of sequences that have ended; what was read of them may serve others."""
         for sequence in self.scheduler.retire():
-            self._completions[sequence.request.id] = sequence.completion()
+            name = sequence.request.id
+            if sequence.finish_reason == "error":
+                self._deltas.append(TokenDelta(name, (), sequence.output.flush(), finish_reason="error"))
+            self._completions[name] = sequence.completion()
+            if sequence.is_prefilling:
+                sequence.session.close()
+            else:
+                told = [
+                    *sequence.request.prompt_ids,
+                    *sequence.new_tokens,
+                ]  # without what lies beyond its end
+                self.prefixes.park(Memory(told, sequence.session, sequence.context))
+
+
+def _unbegun(request: Request, finish_reason: str, stop_reason: str | None = None) -> Completion:
+    """Returns what a request comes to that never started."""
+    return Completion(
+        request.id,
+        request.prompt_ids,
+        (),
+        "",
+        finish_reason,
+        stop_reason=stop_reason,
+        sample_index=request.sample_index,
+    )

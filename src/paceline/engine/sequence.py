@@ -1,11 +1,13 @@
 """`Sequence`: the single mutable object of a request.
 
 The invariant, n being the number of committed tokens (prompt included), the last of which is the anchor:
-between steps `session.length == context.length == n - 1`.
+between steps `session.length == context.length == n - 1`. While the prompt is still being read there is no anchor yet,
+n is the length of the prompt, and `session.length == context.length < n`.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from paceline.core.sampling import Law
@@ -27,6 +29,7 @@ class Sequence:
         block_size: slots per block, 1 for plain decoding.
         tokens: committed tokens, prompt included; the last is the anchor.
         session, context: the target's and the drafter's memory of it; context is `None` without a drafter.
+        num_reused_tokens: of the prompt, those that another sequence had read.
         automaton: where the text stands in its grammar, if it has one.
         logprobs: one entry for each new token, where the request asks for them.
     """
@@ -38,6 +41,7 @@ class Sequence:
     tokens: list[int]
     session: TargetSession
     context: Context | None = None
+    num_reused_tokens: int = 0
     automaton: Automaton | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
@@ -45,6 +49,17 @@ class Sequence:
     stop_reason: int | str | None = None
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    admitted_at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether its prompt is still being read, so that nothing was said yet."""
+        return len(self.tokens) == len(self.request.prompt_ids)
+
+    @property
+    def pending(self) -> list[int]:
+        """Committed tokens whose K/V exist nowhere yet: what is left of the prompt, then the anchor alone."""
+        return self.tokens[self.session.length :]
 
     @property
     def anchor(self) -> int:
@@ -59,16 +74,13 @@ class Sequence:
 
     def check(self) -> None:
         """Raises AssertionError where the invariant does not hold."""
-        expected = len(self.tokens) - 1
-        assert self.session.length == expected, (self.session.length, expected)
-        assert self.context is None or self.context.length == expected, (self.context.length, expected)
+        held, expected = self.session.length, len(self.tokens) - 1
+        assert held <= expected if self.is_prefilling else held == expected, (held, expected)
+        assert self.context is None or self.context.length == held, (self.context.length, held)
 
-    def close(self, reason: str) -> None:
-        """Ends the sequence and gives its memory back; harmless when repeated."""
-        if self.finish_reason is None:
-            self.finish_reason = reason
-        self.session.close()
-        self.context = None
+    def end(self, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends the sequence; whoever takes it out of the running ones gives its memory back."""
+        self.finish_reason, self.stop_reason = reason, stop_reason
 
     def completion(self) -> Completion:
         """Returns what it came to."""
@@ -86,6 +98,7 @@ class Sequence:
             steps=tuple(self.steps),
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
+            num_reused_tokens=self.num_reused_tokens,
         )
 
 

@@ -27,7 +27,8 @@ def run_checked(
     try:
         for request in requests:
             engine.add(request)
-        for number in range(sum(request.params.max_new_tokens for request in requests) + 1):
+        most = sum(len(request.prompt_ids) + request.params.max_new_tokens for request in requests)
+        for number in range(most + 1):
             before_step(number)
             if not engine.has_work:
                 break
@@ -35,7 +36,7 @@ def run_checked(
                 delivered[delta.request_id].append(delta)
             for sequence in engine.scheduler.running:
                 sequence.check()
-        assert not engine.has_work, "expected a token of every running request in each step"
+        assert not engine.has_work, "expected each step to read on in a prompt or to say a token"
     finally:
         engine.close()
     completions = {request.id: engine.take_completion(request.id) for request in requests}

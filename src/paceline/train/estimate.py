@@ -173,25 +173,28 @@ def _measure_answers(setup: Setup, target: Target) -> AnswerRate:
     )
 
     def begin(count: int) -> None:
-        """Adds requests until there are `count`, and makes a step."""
+        """Adds requests until there are `count`, and makes steps until all prompts are read."""
         for i in range(len(names), count):
             names.extend(engine.add(Request(str(i), setup.prompts[i].token_ids, _params(settings, i))))
         engine.step()
+        while any(sequence.is_prefilling for sequence in engine.scheduler.running):
+            engine.step()
 
     most = min(settings.num_sequences, len(setup.prompts))
-    started = time.perf_counter()
+    started, num_written = time.perf_counter(), 0
     try:
         begin(1)  # allocates
         warm = time.perf_counter()
         begin(min(2, most))
         begin(min(most, 2 + int(PREFILL_S / (time.perf_counter() - warm))))
-        last = time.perf_counter() + DECODE_S
-        while engine.has_work and time.perf_counter() < last:
-            engine.step()
-        elapsed = time.perf_counter() - started
+        read = time.perf_counter()
+        while engine.has_work and time.perf_counter() < read + DECODE_S:
+            num_written += sum(len(delta.token_ids) for delta in engine.step())
+        seconds = read - started, time.perf_counter() - read
     finally:
         engine.close()
-    return _rate([engine.take_completion(name) for name in names], elapsed, settings.max_new_tokens)
+    completions = [engine.take_completion(name) for name in names]
+    return _rate(completions, num_written, seconds, settings.max_new_tokens)
 
 
 def _measure_reading(setup: Setup, target: Target) -> AnswerRate:
@@ -211,17 +214,23 @@ def _params(settings: RegenerateConfig, index: int) -> SamplingParams:
     return SamplingParams(settings.max_new_tokens, temperature=temperature, seed=settings.seed + index)
 
 
-def _rate(completions: Sequence[Completion], elapsed_s: float, longest: int) -> AnswerRate:
+def _rate(
+    completions: Sequence[Completion], num_written: int, seconds: tuple[float, float], longest: int
+) -> AnswerRate:
+    """Returns the rates of answers that were begun, and of the tokens written once all had begun.
+
+    Args:
+        seconds: of either.
+    """
     num_tokens = sum(len(c.token_ids) for c in completions)
     num_ended = sum(c.finish_reason == "stop" for c in completions)
-    prefill_s = sum(c.prefill_s for c in completions)
     return AnswerRate(
         num_sequences=len(completions),
         num_tokens=num_tokens,
         num_ended=num_ended,
         mean_answer_tokens=_mean_length(num_ended / max(1, num_tokens), longest),
-        read_tokens_per_s=sum(len(c.prompt_ids) for c in completions) / prefill_s,
-        write_tokens_per_s=max(1, num_tokens - len(completions)) / max(elapsed_s - prefill_s, 1e-9),
+        read_tokens_per_s=sum(len(c.prompt_ids) for c in completions) / seconds[0],
+        write_tokens_per_s=max(1, num_written) / max(seconds[1], 1e-9),
     )
 
 
