@@ -24,7 +24,6 @@ from eagle3_blocks import (
     unfrozen,
 )
 from paceline.core.errors import CapacityError, ConfigError, IncompatiblePairError
-from paceline.core.types import Proposal
 from paceline.drafter.base import Blocks
 from paceline.drafter.config import Eagle3Config
 from paceline.drafter.eagle3 import Eagle3
@@ -146,8 +145,9 @@ def test_a_chain_is_the_likeliest_token_step_by_step(
     for length, proposal in zip(lengths, drafts, strict=True):
         ids = torch.tensor([[TOKENS[length], *proposal.tokens]])
         document = replace(blocks(hidden, [length]), block_ids=ids)
-        best = drafter.token_ids[trained(drafter, target, [document])[0].argmax(-1)]
-        assert proposal == Proposal.chain(best.tolist())
+        log_probs, best = trained(drafter, target, [document])[0].log_softmax(-1).max(-1)
+        assert proposal.is_chain and list(proposal.tokens) == drafter.token_ids[best].tolist()
+        assert proposal.chances == pytest.approx(log_probs.cumsum(-1).exp().tolist())
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 4])

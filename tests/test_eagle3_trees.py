@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -61,6 +62,7 @@ def test_the_tree_is_that_of_a_search_path_by_path(hidden: torch.Tensor) -> None
     best = sorted(scored, key=lambda path: -scored[path])
     (tree,) = drafter.draft_trees([17], [context], 40)
     assert paths(tree) == best[:40]
+    assert tree.chances == pytest.approx([math.exp(scored[path]) for path in best[:40]])
     assert max(map(len, best[:40])) == BLOCK - 1, "deep enough to tell levels apart"
     assert any(len(p) > len(q) for p, q in itertools.pairwise(best[:40])), "depths are mixed"
 
@@ -73,7 +75,8 @@ def test_a_front_part_of_a_tree_is_the_smaller_tree(
     laws = [Law(SamplingParams(temperature=t, seed=3), 61, seed=3) for t in (0.0, 1.0)]
     large = drafter.draft_trees([1, 2], contexts, 30, laws)
     for tree, cut in zip(large, drafter.draft_trees([1, 2], contexts, small, laws), strict=True):
-        assert cut == Proposal(tree.tokens[:small], tree.parents[:small])
+        assert (cut.tokens, cut.parents) == (tree.tokens[:small], tree.parents[:small])
+        assert cut.chances == pytest.approx(tree.chances[:small])
         assert all(parent <= node for node, parent in enumerate(tree.parents))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Literal
@@ -20,19 +21,30 @@ from paceline.core.types import Completion, Request, TokenDelta
 from paceline.drafter.base import Drafter, NeuralDrafter
 from paceline.drafter.combined import Combined, sure_lookup
 from paceline.drafter.lookup import PromptLookup
+from paceline.engine.budget import CostBudget
+from paceline.engine.costs import load_costs
 from paceline.engine.engine import Engine
+from paceline.engine.pacing import Paced
 from paceline.engine.runtime import cache_dir as chosen_cache_dir
-from paceline.engine.runtime import choose_device, choose_dtype, default_tree_nodes, probe_rows
+from paceline.engine.runtime import (
+    choose_device,
+    choose_dtype,
+    default_tree_nodes,
+    probe_rows,
+    record_passes,
+)
 from paceline.engine.tree import TreeDrafter
 from paceline.target.base import Target, TargetSpec
 from paceline.target.grammar import GrammarCompiler
 from paceline.target.native import NativeTarget
-from paceline.target.pull import DEFAULT_TARGET, pull
+from paceline.target.pull import DEFAULT_TARGET, cache_folder, pull
 from paceline.target.text import IncrementalDecoder, TextCodec
 
 Message = dict[str, str]
 Progress = Callable[[str, int, int | None], None]
 BACKENDS = ("auto", "native", "hf")
+MOST_NODES = 15
+"""Of a draft tree whose size is decided in each step."""
 
 
 class LLM:
@@ -47,14 +59,16 @@ class LLM:
         backend: "auto" takes the native runner where it fits, else transformers; or force "native" or "hf".
         block_size: slots of a chain, anchor included, up to the drafter's; 1 decodes plainly. `None` leaves the choice
             to `tree_nodes`.
-        tree_nodes: draft trees of so many nodes; "auto" takes what pays (see `engine.runtime.default_tree_nodes`), or
-            chains where `block_size` is given; `None` drafts chains of the drafter's own length. Copies are chains.
+        tree_nodes: draft trees of so many nodes in every step; "auto" drafts and verifies as much as pays, decided in
+            each step by what passes cost on this machine (docs/budget.md; measured once, in seconds), or chains where
+            `block_size` is given; `None` drafts chains of the drafter's own length. Copies are chains.
         lookup: where the text repeats itself, copy, and let a drafter with weights draft the rest (see `Combined`);
             nothing is looked up beside `None`.
         exact: `True` probes that passes of every kind give the bits of plain decoding on this machine, and refuses to
             load where they do not; `False` spends nothing on it; "auto" computes so that they do on a CPU with the
             native runner, unprobed.
         max_sequences: most texts that decode together.
+        prefix_tokens: tokens of ended texts that are kept for prompts that begin alike.
         offline: never touch the network.
         progress: told (stage, done, total) while files are fetched or converted.
 
@@ -75,6 +89,7 @@ class LLM:
         lookup: bool = True,
         exact: bool | Literal["auto"] = "auto",
         max_sequences: int = 8,
+        prefix_tokens: int = 0,
         offline: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -93,10 +108,13 @@ class LLM:
             self._beside = sure_lookup(block_size=min(8, self.neural.block_size))
         self.drafter = PromptLookup() if drafter == "lookup" else self._beside_lookup(self.neural)
         self.exact = self._settle_arithmetic(exact)
+        self.graphs = record_passes(self.device, self.target, self.neural)
+        self.paced = self._pace(progress) if tree_nodes == "auto" and block_size is None else None
         if tree_nodes == "auto":
             chain = block_size is not None or self.neural is None
             tree_nodes = None if chain else default_tree_nodes(self.device, self.dtype, self.exact)
         self.block_size, self.tree_nodes, self.max_sequences = block_size, tree_nodes, max_sequences
+        self.prefix_tokens = prefix_tokens
         self.new_engine().close()  # refuses a bad block size or batch now rather than at the first request
         self._ids = itertools.count()
 
@@ -162,10 +180,13 @@ class LLM:
                 f"tree_nodes: {tree_nodes} is for the pair's own drafter; hint: leave drafter out"
             )
         if drafter is None and not plain:
-            if tree_nodes == "auto":
-                tree_nodes = self.tree_nodes if block_size is None else None
-            drafter = self._drafter(tree_nodes)
-            block_size = self.block_size if block_size is None else block_size
+            if tree_nodes == "auto" and block_size is None and self.paced is not None:
+                drafter = self._beside_lookup(self.paced)
+            else:
+                if tree_nodes == "auto":
+                    tree_nodes = self.tree_nodes if block_size is None else None
+                drafter = self._drafter(tree_nodes)
+                block_size = self.block_size if block_size is None else block_size
         return Engine(
             self.target,
             drafter,
@@ -174,7 +195,19 @@ class LLM:
             new_decoder=lambda: IncrementalDecoder(self.codec),
             open_grammar=self.grammars.open,
             keyed_drafts=keyed_drafts,
+            prefix_tokens=self.prefix_tokens,
         )
+
+    def _pace(self, progress: Progress | None) -> Paced | None:
+        """Returns the pair's drafter with a budget of this machine's costs, `None` without one that has weights."""
+        if self.neural is None:
+            return None
+        is_tree = default_tree_nodes(self.device, self.dtype, self.exact) is not None
+        drafter = TreeDrafter(self.neural, MOST_NODES) if is_tree else self.neural
+        folder = cache_folder(chosen_cache_dir()) / "costs"
+        tell = partial(progress, "measure", 0, None) if progress else lambda: None
+        costs = load_costs(folder, self.target, drafter, tell=tell)
+        return Paced(drafter, CostBudget(costs))
 
     def _drafter(self, tree_nodes: int | None) -> Drafter | None:
         if tree_nodes is None:

@@ -10,6 +10,7 @@ Source: best-first growth as in DDTree (arXiv 2604.12989).
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 from paceline.core.types import Proposal
@@ -48,6 +49,7 @@ def grow_lattice(
     """
     nodes: list[int] = []
     parents: list[int] = []
+    chances: list[float] = []
     frontier = (
         [(-log_probs[0][0][0], 0, 0, 0, 0)] if log_probs else []
     )  # cost of the path, parent, slot, row, rank
@@ -56,6 +58,7 @@ def grow_lattice(
         costs, candidate = log_probs[slot][row], candidates[slot][row][rank]
         nodes.append(tokens[slot][candidate])
         parents.append(parent)
+        chances.append(math.exp(-cost))
         if rank + 1 < len(costs):
             sibling = cost + costs[rank] - costs[rank + 1]
             heapq.heappush(frontier, (sibling, parent, slot, row, rank + 1))
@@ -63,4 +66,4 @@ def grow_lattice(
             below = log_probs[slot + 1]
             row = candidate if len(below) > 1 else 0
             heapq.heappush(frontier, (cost - below[row][0], len(nodes), slot + 1, row, 0))
-    return Proposal(tuple(nodes), tuple(parents))
+    return Proposal(tuple(nodes), tuple(parents), tuple(chances))

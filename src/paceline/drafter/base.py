@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import nn
@@ -66,6 +66,26 @@ class Drafter(Protocol):
         Args:
             laws: how each sequence's tokens are drawn; a drafter may use their noise to guess the drawn token
                 (`Law.perturb`). `None` asks for the likeliest tokens.
+        """
+
+
+@runtime_checkable
+class Forkable(Protocol):
+    """A drafter that can copy a context, so that what two prompts have in common is read once.
+
+    Where it may be none, a prompt is read whole.
+    """
+
+    def fork(self, context: Any, length: int, capacity: int) -> Context | None:
+        """Returns a new context that knows the first `length` tokens of another; leaves that one as it is.
+
+        Args:
+            context: of this drafter.
+            length: at least 1, at most the context's own.
+            capacity: of the new one.
+
+        Returns:
+            The context; `None` where what drafting behind those tokens takes is gone.
         """
 
 

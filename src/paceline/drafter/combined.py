@@ -13,7 +13,7 @@ import torch
 
 from paceline.core.sampling import Law
 from paceline.core.types import Proposal
-from paceline.drafter.base import Context, Drafter
+from paceline.drafter.base import Context, Drafter, Forkable
 from paceline.drafter.lookup import Places, PromptLookup
 
 
@@ -59,6 +59,13 @@ class Combined:
     def open(self, capacity: int) -> Both:
         """Returns empty contexts of both."""
         return Both(self.lookup.open(capacity), self.drafter.open(capacity))
+
+    def fork(self, context: Both, length: int, capacity: int) -> Both | None:
+        """Returns copies of both contexts, `None` where the other drafter can make none (see `Forkable`)."""
+        if not isinstance(self.drafter, Forkable):
+            return None
+        forked = self.drafter.fork(context.context, length, capacity)
+        return None if forked is None else Both(self.lookup.fork(context.places, length, capacity), forked)
 
     def inject(
         self, contexts: Sequence[Both], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]

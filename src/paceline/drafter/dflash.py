@@ -21,19 +21,23 @@ from functools import partial
 from typing import ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from paceline.core.block import LayerRule, attends, slot_positions
+from paceline.core.attention import attend_grouped, grouped_mask
+from paceline.core.block import slot_positions
 from paceline.core.errors import IncompatiblePairError
 from paceline.core.product import Product, linear
+from paceline.core.recorder import Recorder, upload
 from paceline.core.sampling import Law
 from paceline.core.tree import grow
 from paceline.core.types import Proposal
+from paceline.drafter.attention import attend_blocks, attend_one
 from paceline.drafter.base import Blocks, Heads, NeuralDrafter
+from paceline.drafter.chances import chosen_log_probs, likely_chain
 from paceline.drafter.config import DrafterConfig
 from paceline.drafter.context import ContextKV
 from paceline.drafter.layers import Attention, Layer, Projection, RMSNorm, Rope
+from paceline.drafter.slots import ContextSlots, Frame
 
 
 class DFlash(NeuralDrafter):
@@ -52,6 +56,7 @@ class DFlash(NeuralDrafter):
         self._heads: Heads | None = None
         self._head: Product | None = None
         self._token_ids: torch.Tensor | None = None
+        self._slots: ContextSlots | None = None
 
     # What an engine needs --------------------------------------------------------------------------------------------
 
@@ -87,7 +92,19 @@ class DFlash(NeuralDrafter):
     def open(self, capacity: int) -> ContextKV:
         """Returns an empty context with room for `capacity` tokens."""
         c = self.config
+        if self._slots is not None:
+            return self._slots.open(capacity)
         return ContextKV(c.num_layers, c.num_kv_heads, c.head_dim, capacity, self.fc.weight)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Lets `recorder` run the drafts of contexts that are opened from now on. Mutates: self."""
+        c, like = self.config, self.fc.weight
+        sizes = c.num_layers, c.num_kv_heads, c.head_dim
+        self._slots = None if recorder is None else ContextSlots(sizes, c.block_size, like, self, recorder)
+
+    def fork(self, context: ContextKV, length: int, capacity: int) -> ContextKV:
+        """Returns a copy of a context's first rows (see `Forkable`); windows take them all, so none is ever gone."""
+        return context.fork(length, capacity)
 
     @torch.inference_mode()
     def inject(
@@ -127,7 +144,7 @@ class DFlash(NeuralDrafter):
         """
         width = num_draft_tokens if self.is_causal else self.config.num_draft_tokens
         chains = self._chains(anchors, contexts, width, laws)
-        return [Proposal.chain(tokens[:num_draft_tokens]) for tokens in chains]
+        return [chain.front(num_draft_tokens) for chain in chains]
 
     def _chains(
         self,
@@ -135,11 +152,15 @@ class DFlash(NeuralDrafter):
         contexts: Sequence[ContextKV],
         width: int,
         laws: Sequence[Law] | None,
-    ) -> list[list[int]]:
+    ) -> list[Proposal]:
         """Returns the best guess at each of `width` slots."""
         guesses_NKV = self._guesses(self._draft_states(anchors, contexts, width), contexts, laws)
-        chains: list[list[int]] = self._named(guesses_NKV.argmax(dim=-1)).tolist()
-        return chains
+        best_NK = guesses_NKV.argmax(dim=-1)
+        log_probs_NK = chosen_log_probs(guesses_NKV.log_softmax(dim=-1), best_NK)
+        packed = torch.stack(
+            [log_probs_NK, self._named(best_NK).double()], dim=1
+        ).tolist()  # one copy to the host
+        return [likely_chain(values, tokens) for values, tokens in packed]
 
     @torch.inference_mode()
     def draft_trees(
@@ -225,6 +246,9 @@ class DFlash(NeuralDrafter):
         """Returns normed states (N, K, D) of the slots behind each anchor."""
         assert self._heads is not None, "bind() the drafter to a target's heads first"
         device, rules = self.fc.weight.device, self.config.layer_rules
+        frame = None if self._slots is None else self._slots.frame(contexts, num_draft_tokens + 1)
+        if frame is not None:
+            return self._replayed(frame, anchors, contexts)
         ids_NS = self._block_ids(torch.tensor(anchors, device=device), num_draft_tokens + 1)
         starts_N = torch.tensor([c.length for c in contexts], device=device)
         positions_NS = slot_positions(starts_N, num_draft_tokens + 1)
@@ -235,12 +259,45 @@ class DFlash(NeuralDrafter):
             q, k, v = (rows.transpose(1, 2) for rows in self._block_qkv(index, normed_NSD, rope))
             rule = rules[index]
             attended = [
-                _attend_one(q[n], k[n], v[n], context.view(index, rule.window), positions_NS[n], rule)
+                attend_one(q[n], k[n], v[n], context.view(index, rule.window), positions_NS[n], rule)
                 for n, context in enumerate(contexts)
             ]
             return torch.stack(attended).flatten(2)
 
         return self._drafted(x_NSD, attend)
+
+    def _replayed(self, frame: Frame, anchors: Sequence[int], contexts: Sequence[ContextKV]) -> torch.Tensor:
+        """Returns normed states (N, K, D), by a recorded pass over all slots of the frame."""
+        assert self._slots is not None
+        seats = self._slots.seats(contexts, frame)
+        numbers = torch.zeros(2, frame.num_slots, dtype=torch.long)
+        numbers[:, seats] = torch.tensor([anchors, [context.length for context in contexts]])
+        picked = upload(torch.tensor(seats), self.fc.weight.device)
+        run = self._slots.recorder.run
+        (states_NKD,) = run(self, frame, (numbers,), lambda numbers: (self._frame_states(frame, numbers),))
+        return states_NKD[picked]
+
+    def _frame_states(self, frame: Frame, numbers_2N: torch.Tensor) -> torch.Tensor:
+        """Returns normed states (N, K, D) of a block in each slot: a function of tensors on the device.
+
+        Args:
+            numbers_2N: the blocks' anchors and how many tokens are before them. Mutates: the slots' leading rows.
+        """
+        assert self._heads is not None and self._slots is not None
+        slots, dtype = self._slots, self.fc.weight.dtype
+        ids_NS = self._block_ids(numbers_2N[0], frame.width)
+        positions_NS = slot_positions(numbers_2N[1], frame.width)
+        rope = self._rope(positions_NS.flatten(), dtype)
+        group, rules = self.config.num_heads // self.config.num_kv_heads, self.config.layer_rules
+        masks = {rule: grouped_mask(frame.seen(positions_NS, rule), group, 1, dtype) for rule in set(rules)}
+
+        def attend(index: int, normed_NSD: torch.Tensor) -> torch.Tensor:
+            q_NSHE, *kv = self._block_qkv(index, normed_NSD, rope)
+            kv_2NGTE = slots.lay(index, frame, kv)
+            attended = attend_grouped(q_NSHE, *kv_2NGTE, masks[rules[index]])
+            return attended.view(*ids_NS.shape, -1)
+
+        return self._drafted(self._heads.embed(ids_NS).to(dtype), attend)
 
     # What both need --------------------------------------------------------------------------------------------------
 
@@ -318,75 +375,6 @@ class DFlash(NeuralDrafter):
                 positions_AS.split(counts),
                 strict=True,
             )
-            return torch.cat([_attend_blocks(rules[index], *block) for block in blocks])
+            return torch.cat([attend_blocks(rules[index], *block) for block in blocks])
 
         return self._drafted(x_ASD, attend)
-
-
-def _attend_one(
-    q_HSE: torch.Tensor,
-    k_GSE: torch.Tensor,
-    v_GSE: torch.Tensor,
-    context: tuple[torch.Tensor, torch.Tensor, int],
-    positions_S: torch.Tensor,
-    rule: LayerRule,
-) -> torch.Tensor:
-    """Returns what one sequence's block attends to, (S, H, E)."""
-    context_keys, context_values, first = context
-    keys, values = torch.cat([context_keys, k_GSE], dim=1), torch.cat([context_values, v_GSE], dim=1)
-    mask = None
-    if rule.causal or rule.window is not None:
-        query, anchor = positions_S[:, None], positions_S[0]
-        behind = torch.arange(first, first + context_keys.shape[1], device=q_HSE.device)
-        mask = torch.cat(
-            [
-                attends(query, behind[None], anchor, rule, in_block=False),
-                attends(query, positions_S[None], anchor, rule, in_block=True),
-            ],
-            dim=1,
-        )
-    out = F.scaled_dot_product_attention(q_HSE[None], keys[None], values[None], mask, enable_gqa=True)
-    return out[0].transpose(0, 1)
-
-
-def _attend_blocks(
-    rule: LayerRule,
-    q_ASHE: torch.Tensor,
-    k_ASGE: torch.Tensor,
-    v_ASGE: torch.Tensor,
-    context_keys_TGE: torch.Tensor,
-    context_values_TGE: torch.Tensor,
-    positions_AS: torch.Tensor,
-) -> torch.Tensor:
-    """Returns what the blocks of one document attend to, (A, S, H · E).
-
-    One softmax over two score matrices, context and own block, so no block pays for the keys of another.
-    """
-    num_anchors, slots, heads, dim = q_ASHE.shape
-    groups, length = k_ASGE.shape[2], context_keys_TGE.shape[0]
-    query, anchor = positions_AS[:, :, None], positions_AS[:, :1, None]
-    behind = torch.arange(length, device=q_ASHE.device)
-    sees_context = attends(query, behind, anchor, rule, in_block=False)
-    sees_block = attends(query, positions_AS[:, None, :], anchor, rule, in_block=True)
-    bias = torch.zeros(num_anchors, slots, length + slots, dtype=q_ASHE.dtype, device=q_ASHE.device)
-    bias.masked_fill_(~torch.cat([sees_context, sees_block], dim=-1), float("-inf"))
-
-    q = q_ASHE.view(num_anchors, slots, groups, heads // groups, dim) * dim**-0.5
-    q_context = q.permute(2, 0, 3, 1, 4).reshape(groups, -1, dim)
-    q_block = q.permute(0, 2, 3, 1, 4).reshape(num_anchors, groups, -1, dim)
-    on_context = torch.bmm(q_context, context_keys_TGE.permute(1, 2, 0))
-    on_block = q_block @ k_ASGE.permute(0, 2, 3, 1)
-    shape = (groups, num_anchors, heads // groups, slots)
-    scores = torch.cat(
-        [on_context.view(*shape, length), on_block.transpose(0, 1).view(*shape, slots)], dim=-1
-    )
-    weights = (scores + bias[:, None]).softmax(dim=-1)
-    from_context, from_block = weights.split([length, slots], dim=-1)
-    attended = torch.bmm(from_context.reshape(groups, -1, length), context_values_TGE.transpose(0, 1)).view(
-        *shape, dim
-    )
-    block_values = v_ASGE.transpose(1, 2)
-    from_block = from_block.transpose(0, 1).reshape(num_anchors, groups, -1, slots) @ block_values
-    attended = attended + from_block.view(num_anchors, groups, *shape[2:], dim).transpose(0, 1)
-    out: torch.Tensor = attended.permute(1, 3, 0, 2, 4).reshape(num_anchors, slots, heads * dim)
-    return out

@@ -30,6 +30,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.sampling import Law
 from paceline.core.tree import grow_lattice
 from paceline.core.types import Proposal
+from paceline.drafter.chances import chosen_log_probs, likely_chain
 from paceline.drafter.config import DFLASH2_FIELDS, DrafterConfig
 from paceline.drafter.context import ContextKV
 from paceline.drafter.dflash import DFlash
@@ -156,12 +157,17 @@ class DFlash2(DFlash):
         contexts: Sequence[ContextKV],
         width: int,
         laws: Sequence[Law] | None,
-    ) -> list[list[int]]:
+    ) -> list[Proposal]:
         """Returns for each sequence the walk of `width` slots that takes the best candidate behind the last one."""
         states_NKD = self._draft_states(anchors, contexts, width)
-        unary_NKC, ids_NKC = self._candidates(self._guesses(states_NKD, contexts, laws))
-        best_NKP = self._lattice(states_NKD, unary_NKC, ids_NKC, anchors, laws).argmax(dim=-1)
-        packed = torch.stack([best_NKP, ids_NKC], dim=2).tolist()  # one copy to the host for both
+        guesses_NKV = self._guesses(states_NKD, contexts, laws)
+        unary_NKC, ids_NKC = self._candidates(guesses_NKV)
+        lattice_NKPC = self._lattice(states_NKD, unary_NKC, ids_NKC, anchors, laws)
+        best_NKP = lattice_NKPC.argmax(dim=-1)
+        covered_NK = unary_NKC.logsumexp(dim=-1) - guesses_NKV.logsumexp(dim=-1)
+        log_probs_NKP = chosen_log_probs(lattice_NKPC.log_softmax(dim=-1), best_NKP) + covered_NK[..., None]
+        parts = (best_NKP.double(), log_probs_NKP, ids_NKC.double())
+        packed = torch.stack(parts, dim=2).tolist()  # one copy to the host for all
         return [_walk(slots) for slots in packed]
 
     def _trees(
@@ -214,13 +220,14 @@ class DFlash2(DFlash):
         return unary_NKC[:, :, None] + scores_NKPC
 
 
-def _walk(slots: list[list[list[int]]]) -> list[int]:
-    """Returns the path of tokens through slots of (best candidate behind each predecessor, the candidates' tokens)."""
-    path, candidate = [], 0
-    for best, tokens in slots:
-        candidate = best[candidate]
+def _walk(slots: list[list[list[float]]]) -> Proposal:
+    """Returns the path through slots of (best candidate behind each predecessor, its log-probability; all tokens)."""
+    log_probs, path, candidate = list[float](), list[float](), 0
+    for best, values, tokens in slots:
+        log_probs.append(values[candidate])
+        candidate = int(best[candidate])
         path.append(tokens[candidate])
-    return path
+    return likely_chain(log_probs, path)
 
 
 def _grown(slots: list[list[list[float]]], num_nodes: int) -> Proposal:

@@ -46,16 +46,30 @@ class Eagle3Context:
 
     Args:
         rows: keys and values of the tokens whose next token was injected too.
-        waiting: (1, D) feature of the newest token, whose next token is the anchor; (0, D) before the first one.
+        features: (capacity, D) of all tokens, since any may be the newest one of a fork.
+        length: committed tokens that were injected.
     """
 
     rows: ContextKV
-    waiting: torch.Tensor
+    features: torch.Tensor
+    length: int = 0
 
     @property
-    def length(self) -> int:
-        """Committed tokens that were injected."""
-        return self.rows.length + self.waiting.shape[0]
+    def waiting(self) -> torch.Tensor:
+        """The feature (1, D) of the newest token, whose next token is the anchor; (0, D) before the first one."""
+        return self.features[max(0, self.length - 1) : self.length]
+
+    def append(self, features: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds tokens' features (tokens, D), and rows (rows, G, E) of all but the newest token. Mutates: self."""
+        self.rows.append(keys[None], values[None])
+        self.features[self.length : self.length + len(features)] = features
+        self.length += len(features)
+
+    def fork(self, length: int, capacity: int) -> Eagle3Context:
+        """Returns a context with room for `capacity` tokens that knows the first `length`, at least 1. Pure."""
+        features = self.features.new_empty(capacity, self.features.shape[1])
+        features[:length] = self.features[:length]
+        return Eagle3Context(self.rows.fork(length - 1, capacity), features, length)
 
 
 class Eagle3(NeuralDrafter):
@@ -162,7 +176,11 @@ class Eagle3(NeuralDrafter):
         """Returns an empty context with room for `capacity` tokens."""
         c, like = self.config, self.fc.weight
         rows = ContextKV(1, c.num_kv_heads, c.head_dim, capacity, like)
-        return Eagle3Context(rows, like.new_empty(0, c.hidden_size))
+        return Eagle3Context(rows, like.new_empty(capacity, c.hidden_size))
+
+    def fork(self, context: Eagle3Context, length: int, capacity: int) -> Eagle3Context:
+        """Returns a copy of what a context knows of its first tokens (see `Forkable`)."""
+        return context.fork(length, capacity)
 
     @torch.inference_mode()
     def inject(
@@ -186,10 +204,8 @@ class Eagle3(NeuralDrafter):
             torch.cat([rows[:-1] for rows in features]),
             torch.tensor(positions, device=device),
         )
-        pieces = zip(contexts, features, keys.split(counts), values.split(counts), strict=True)
-        for context, rows, key, value in pieces:
-            context.rows.append(key[None], value[None])
-            context.waiting = rows[-1:].clone()  # a copy, or it would keep the whole prompt's features alive
+        for context, *added in zip(contexts, fused, keys.split(counts), values.split(counts), strict=True):
+            context.append(*added)
 
     @torch.inference_mode()
     def draft(
@@ -401,10 +417,11 @@ def _elected(candidates_3NR: torch.Tensor, num_nodes: int) -> list[Proposal]:
     A child scores at most what its parent does and stands behind it where they tie, so the elected are a tree.
     """
     order_NR = candidates_3NR[0].argsort(dim=-1, descending=True, stable=True)[:, :num_nodes]
-    tokens_NR, owners_NR = (values.gather(1, order_NR).long() for values in candidates_3NR[1:])
-    packed = torch.stack([order_NR, tokens_NR, owners_NR]).tolist()  # one copy to the host for all
+    scores_NR, tokens_NR, owners_NR = (values.gather(1, order_NR) for values in candidates_3NR)
+    packed = torch.stack([order_NR.double(), tokens_NR, owners_NR, scores_NR.exp()])
     proposals = []
-    for order, tokens, owners in zip(*packed, strict=True):
-        nodes = {0: 0} | {candidate + 1: node + 1 for node, candidate in enumerate(order)}
-        proposals.append(Proposal(tuple(tokens), tuple(nodes[owner] for owner in owners)))
+    for order, tokens, owners, chances in zip(*packed.tolist(), strict=True):  # one copy to the host for all
+        nodes = {0: 0} | {int(candidate) + 1: node + 1 for node, candidate in enumerate(order)}
+        parents = tuple(nodes[int(owner)] for owner in owners)
+        proposals.append(Proposal(tuple(map(int, tokens)), parents, tuple(chances)))
     return proposals

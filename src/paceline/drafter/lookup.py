@@ -41,6 +41,10 @@ class Places:
         """See `Context`."""
         return len(self._tokens)
 
+    def first(self, count: int) -> list[int]:
+        """Returns the first tokens."""
+        return self._tokens[:count]
+
     def append(self, tokens: Sequence[int]) -> None:
         """Adds tokens, each in a time that does not grow with the text. Mutates: self."""
         for token in tokens:
@@ -85,6 +89,12 @@ class PromptLookup:
     def open(self, capacity: int) -> Places:
         """Returns an empty text; it grows as it must, whatever the capacity."""
         return Places(self.max_ngram, self.min_ngram)
+
+    def fork(self, context: Places, length: int, capacity: int) -> Places:
+        """Returns a text that begins with the first `length` tokens of another; their places are found anew."""
+        forked = self.open(capacity)
+        forked.append(context.first(length))
+        return forked
 
     def inject(
         self, contexts: Sequence[Places], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]

@@ -7,6 +7,7 @@ each row exactly what plain decoding would have said there, and only the committ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -138,6 +139,9 @@ def _part(proposal: Proposal, rows: list[int]) -> Proposal:
         return proposal
     place = {row: i for i, row in enumerate(rows)}
     nodes = [row - 1 for row in rows[1:]]
-    return Proposal(
-        tuple(proposal.tokens[node] for node in nodes), tuple(place[proposal.parents[node]] for node in nodes)
+    return replace(
+        proposal,
+        tokens=tuple(proposal.tokens[node] for node in nodes),
+        parents=tuple(place[proposal.parents[node]] for node in nodes),
+        chances=tuple(proposal.chances[node] for node in nodes) if proposal.chances else (),
     )

@@ -33,4 +33,9 @@ def fitted(proposal: Proposal, num_nodes: int, vocab_size: int) -> Proposal:
             f"the drafter drafted {len(proposal.tokens)} tokens with parents {proposal.parents}; expected one for "
             "each, 0 for the anchor or i + 1 for an earlier node i"
         )
-    return Proposal(proposal.tokens[:num_nodes], proposal.parents[:num_nodes])
+    if len(proposal.chances) not in (0, len(proposal.tokens)):
+        raise IncompatiblePairError(
+            f"the drafter gave {len(proposal.chances)} chances for {len(proposal.tokens)} tokens; expected one for "
+            "each, or none at all"
+        )
+    return proposal.front(num_nodes)

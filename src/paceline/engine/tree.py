@@ -13,7 +13,7 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.core.sampling import Law
 from paceline.core.types import Proposal
-from paceline.drafter.base import Context, NeuralDrafter
+from paceline.drafter.base import Context, Forkable, NeuralDrafter
 
 
 class TreeDrafter:
@@ -27,28 +27,32 @@ class TreeDrafter:
     def __init__(self, drafter: NeuralDrafter, num_nodes: int) -> None:
         if not 1 <= num_nodes <= 1024:
             raise ConfigError(f"num_nodes: expected 1…1024, got {num_nodes}")
-        self._drafter, self._num_nodes = drafter, num_nodes
+        self.drafter, self.num_nodes = drafter, num_nodes
 
     @property
     def block_size(self) -> int:
         """Rows of a step, anchor included."""
-        return self._num_nodes + 1
+        return self.num_nodes + 1
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
         """The inner drafter's."""
-        return self._drafter.target_layer_ids
+        return self.drafter.target_layer_ids
 
     def open(self, capacity: int) -> Context:
         """Returns the inner drafter's context."""
-        context: Context = self._drafter.open(capacity)
+        context: Context = self.drafter.open(capacity)
         return context
+
+    def fork(self, context: Any, length: int, capacity: int) -> Context | None:
+        """Returns a copy of the inner drafter's context, if it can make one (see `Forkable`)."""
+        return self.drafter.fork(context, length, capacity) if isinstance(self.drafter, Forkable) else None
 
     def inject(
         self, contexts: Sequence[Any], hidden: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]]
     ) -> None:
         """Extends each context. Mutates: the contexts."""
-        self._drafter.inject(contexts, hidden, tokens)
+        self.drafter.inject(contexts, hidden, tokens)
 
     def draft(
         self,
@@ -58,4 +62,4 @@ class TreeDrafter:
         laws: Sequence[Law] | None = None,
     ) -> list[Proposal]:
         """Returns a tree of at most `num_draft_tokens` nodes behind each anchor."""
-        return self._drafter.draft_trees(anchors, contexts, num_draft_tokens, laws)
+        return self.drafter.draft_trees(anchors, contexts, num_draft_tokens, laws)

@@ -52,6 +52,11 @@ _KNOWN = {
 }
 
 
+def cache_folder(cache_dir: Path | None) -> Path:
+    """Returns the folder for what can be made anew: the one given, or the user's."""
+    return cache_dir or Path(platformdirs.user_cache_dir("paceline"))
+
+
 def pull(
     name: str, *, cache_dir: Path | None = None, offline: bool = False, progress: Progress | None = None
 ) -> Path:
@@ -70,7 +75,7 @@ def pull(
         DownloadError: fetching failed, gave the wrong bytes, or was needed while `offline`.
     """
     report = progress or _silent
-    models = (cache_dir or Path(platformdirs.user_cache_dir("paceline"))) / "targets"
+    models = cache_folder(cache_dir) / "targets"
     path = Path(name).expanduser()
     if name and (path / "config.json").is_file():
         check_folder(path)
