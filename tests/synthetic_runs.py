@@ -39,6 +39,7 @@ class Scenario:
         failures: by arm, share of requests without an answer.
         diverging: share of a candidate's answers that are not the baseline's.
         has_control, has_records, has_steps: the A/A arm; acceptance by answer (else by pass); step times.
+        has_parts: all parts of a step rather than drafting and verifying alone, and copies of memory between passes.
         num_new_tokens: mean length of an answer.
     """
 
@@ -59,6 +60,7 @@ class Scenario:
     has_control: bool = True
     has_records: bool = True
     has_steps: bool = True
+    has_parts: bool = False
     num_new_tokens: int = 100
     seed: int = 0
 
@@ -113,8 +115,12 @@ def make_run(scenario: Scenario) -> Run:
 def _fingerprint(arm: str, scenario: Scenario) -> Fingerprint:
     drafts = arm in scenario.accepted
     memory = {"target_weights": 500_000_000} | ({"drafter_weights": 50_000_000} if drafts else {})
+    reads = {"pass": 400_000_000} | ({"draft": 40_000_000} if drafts else {})
     return Fingerprint(
-        {"engine": "synthetic", "dtype": "float32"}, {"drafter": arm} if drafts else {}, memory
+        {"engine": "synthetic", "dtype": "float32"},
+        {"drafter": arm} if drafts else {},
+        memory,
+        reads if scenario.has_parts else {},
     )
 
 
@@ -171,7 +177,8 @@ def _one_pass(
     wall_s = last if place.load.is_open else busy_s / (place.load.concurrency or 1)
     answered = [row.outcome for row in rows if row.outcome.failure is None]
     steps = _steps(scenario, place, answered) if scenario.has_steps and answered else ()
-    return _cut(scenario, rows), PassRecord(place, wall_s, steps, 600_000_000, _counters(scenario, answered))
+    counters, rates = _counters(scenario, answered), (40e9, 50e9) if scenario.has_parts else ()
+    return _cut(scenario, rows), PassRecord(place, wall_s, steps, 600_000_000, counters, rates)
 
 
 def _outcome(
@@ -218,7 +225,14 @@ def _steps(scenario: Scenario, place: Place, answered: list[Outcome]) -> tuple[S
     )
     total_s = 0.9 * sum(outcome.e2e_s or 0.0 for outcome in answered) / num_sequences
     num_steps = max(1, num_steps // num_sequences)
-    return (StepTime(num_sequences, num_steps, total_s, 0.2 * total_s * drafts, 0.7 * total_s),)
+    draft_s, verify_s = 0.2 * total_s * drafts, 0.7 * total_s
+    if not scenario.has_parts:
+        return (StepTime(num_sequences, num_steps, total_s, draft_s, verify_s),)
+    small_s, num_rows = 0.02 * total_s, num_sequences * (1 + NUM_DRAFTS * drafts)
+    passes = ((num_rows, num_steps, verify_s, small_s),)
+    return (
+        StepTime(num_sequences, num_steps, total_s, draft_s, verify_s, small_s, small_s, small_s, passes),
+    )
 
 
 def _counters(scenario: Scenario, answered: list[Outcome]) -> dict[str, float]:

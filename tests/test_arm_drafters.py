@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,18 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from paceline.bench.arms.base import Load
 from paceline.bench.arms.local import EngineArm, local_arm
 from paceline.checkpoint.store import DrafterCheckpoint
 from paceline.core.errors import CheckpointError, ConfigError
+from paceline.drafter.base import NeuralDrafter
 from paceline.drafter.combined import Combined
 from paceline.drafter.lookup import PromptLookup
 from paceline.engine.tree import TreeDrafter
 from paceline.llm import LLM
 from paceline.target.folder import sha256_of
 from paceline.target.native import NativeTarget
-from paceline.testing import tiny_drafter
+from paceline.testing import tiny_drafter, tiny_eagle3
 from test_local_arms import by_id, direct, ignore, jobs
 from tiny_llm import tiny_llm
 
@@ -145,6 +149,68 @@ def test_memory_is_that_of_the_parameters_and_caches(llm: LLM, arms: dict[str, E
         == dict(arms["plain"].open().memory)
         == {name: size for name, size in memory.items() if name.startswith("target")}
     )
+
+
+def test_passes_and_drafts_read_what_they_multiply_by(
+    llm: LLM, arms: dict[str, EngineArm], tmp_path: Path
+) -> None:
+    """Embedding rows are looked up, so they do not count; a head does, be it the embedding."""
+    assert isinstance(llm.target, NativeTarget) and llm.neural is not None
+    s = llm.target.shape
+    heads, groups = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    layer = s.hidden_size * (2 * heads + 2 * groups + 3 * s.intermediate_size + 2)
+    head = s.vocab_size * s.hidden_size
+    whole = 8 * (s.num_layers * layer + s.hidden_size + head)
+    parts = [*llm.neural.get_submodule("layers").parameters(), *llm.neural.get_submodule("norm").parameters()]
+    draft = 8 * (sum(part.numel() for part in parts) + head)
+    reads = {name: dict(arm.open().reads) for name, arm in arms.items()}
+    assert reads == {
+        "plain": {"pass": whole},
+        "dflash": {"pass": whole, "draft": draft},
+        "tree": {"pass": whole, "draft": draft},
+        "lookup": {"pass": whole},
+        "combined": {"pass": whole},  # where it copies, nobody drafts
+        "both": {"pass": whole},
+    }
+    assert arms["plain"].open().memory["target_weights"] == whole + 8 * head  # the embedding
+    assert "draft" not in local_arm("g", "dflash", {"block_size": 1}, llm).open().reads
+    tied = local_arm("a", "plain", {}, tie(llm, tmp_path / "tied")).open()
+    assert (tied.reads["pass"], tied.memory["target_weights"]) == (whole, whole)
+
+
+def tie(llm: LLM, folder: Path) -> LLM:
+    """Returns the pair's target with its embedding for a head."""
+    shutil.copytree(llm.folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    return LLM(folder, None, device="cpu", dtype="float64", offline=True)
+
+
+def test_each_sort_of_drafter_reads_its_own_parts(llm: LLM, tmp_path: Path) -> None:
+    """Codebooks are looked up; a vocabulary cuts the head; who drafts token by token reads all of it for each."""
+    size, vocabulary = llm.target.spec.hidden_size, llm.target.spec.vocab_size
+    two = tiny_drafter(llm.target, 4, variant="dflash2")
+    three = tiny_eagle3(llm.target, 5, draft_vocab_size=40)
+    made = {"two": (two, None), "cut": (two, torch.arange(10)), "three": (three, None)}
+    for name, (drafter, token_ids) in made.items():
+        checkpoint = DrafterCheckpoint.of(drafter, torch.float64, {})
+        replace(checkpoint, token_ids=token_ids).save(tmp_path / name)
+
+    def count(drafter: NeuralDrafter, *modules: str) -> int:
+        return sum(part.numel() for name in modules for part in drafter.get_submodule(name).parameters())
+
+    def read(name: str, **options: int) -> int:
+        return local_arm("a", "drafter", {"path": str(tmp_path / name), **options}, llm).open().reads["draft"]
+
+    block = count(two, "layers", "norm", "candidate_selector.hidden_projection")
+    assert read("two", tree_nodes=0) == read("two", tree_nodes=9) == 8 * (block + vocabulary * size)
+    assert read("cut", tree_nodes=0) == 8 * (block + 10 * size)
+    once = 8 * (count(three, "midlayer", "norm") + 40 * size)
+    assert [read("three", tree_nodes=n) for n in (0, 2, 9)] == [4 * once, 2 * once, 4 * once]
+    assert read("three", block_size=3) == 2 * once
 
 
 def test_other_weights_have_another_digest(llm: LLM, arms: dict[str, EngineArm], tmp_path: Path) -> None:

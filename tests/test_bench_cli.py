@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli_runs import one_target, run, save_drafter
+from paceline.bench.arms.copying import NUM_COPIES
 from paceline.bench.arms.local import EngineArm
 from paceline.bench.runs.records import read_run
 
@@ -46,6 +47,7 @@ def test_a_run_is_measured_kept_and_judged(
     assert list(stored.arms) == ["plain", "dflash", "copy", "plain again"]
     assert len(stored.passes) == 4 * 2 * 2 and len(stored.rows) == 4 * 2 * 2 * 2
     assert all(row.outcome.failure is None and row.outcome.num_new_tokens for row in stored.rows)
+    assert not any(record.copy_bytes_per_s for record in stored.passes)  # nobody asked for a profile
     cells = [cell for cell in document["summary"]["cells"] if cell["kind"] is None]
     assert all(cell["num_identical"] == cell["num_compared"] for cell in cells)
     assert {decision["verdict"] for decision in document["summary"]["decisions"]} <= {"cannot tell", "off"}
@@ -139,10 +141,15 @@ def test_what_cannot_be_done_is_refused_before_any_work(
 def test_quick_asks_for_little(drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     done = run(
-        capsys, "bench", "--quick", "--blocks", 1, "--max-new-tokens", 2, "--concurrency", 1, "--kinds", "code,chat",
-        *("--drafter", drafter, "--out", folder, "--offline"),
+        capsys, "bench", "--quick", "--blocks", 1, "--max-new-tokens", 6, "--concurrency", 1, "--kinds", "code,chat",
+        *("--drafter", drafter, "--out", folder, "--offline", "--profile"),
     )  # fmt: skip
     assert done.code == 0, done.err
     stored = read_run(folder)
     assert stored.plan["max_s"] == 270 and list(stored.arms) == ["plain", "dflash"]
     assert set(stored.workload["kinds"]) == {"code", "chat"}  # type: ignore[call-overload]
+    assert all(len(record.copy_bytes_per_s) == NUM_COPIES for record in stored.passes)
+    assert f"of {NUM_COPIES * len(stored.passes)}." in done.out and "· host" in done.out
+    summary = json.loads((folder / "report.json").read_text())["summary"]
+    assert {s["arm"] for s in summary["profile"]["steps"]} == {"plain", "dflash"}
+    assert all(0 < s["pass_of_floor"] < 2 for s in summary["profile"]["steps"])

@@ -17,6 +17,7 @@ from paceline.bench.arms.local import local_arm
 from paceline.core.params import SamplingParams
 from paceline.core.types import Completion, Request, TokenDelta
 from paceline.drafter.lookup import PromptLookup
+from paceline.engine import step as engine_step
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import peak_memory_bytes, reset_peak_memory
 from paceline.llm import LLM
@@ -87,7 +88,7 @@ class Steps:
 
 ARMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("plain", {}, {"plain": True}),
-    ("dflash", {}, {}),
+    ("dflash", {}, {"tree_nodes": 2}),
     ("dflash", {"block_size": 3}, {"block_size": 3}),
     ("dflash", {"tree_nodes": 0}, {"tree_nodes": None}),
     ("dflash", {"tree_nodes": 6}, {"tree_nodes": 6}),
@@ -227,9 +228,72 @@ def test_steps_that_read_no_prompt_are_timed(llm: LLM, kind: str, monkeypatch: p
     assert [t.num_sequences for t in passed.step_times] == sorted({n for n, _ in pure})
     for times in passed.step_times:
         records = [record for n, record in pure if n == times.num_sequences and record is not None]
-        assert times.draft_s == pytest.approx(sum(record.draft_s for record in records))
-        assert times.verify_s == pytest.approx(sum(record.verify_s for record in records))
-        assert times.total_s >= times.draft_s + times.verify_s > 0
+        parts = ("draft_s", "verify_s", "sample_s", "inject_s", "keep_s")
+        for part in parts:
+            assert getattr(times, part) == pytest.approx(sum(getattr(record, part) for record in records))
+        assert times.total_s >= sum(getattr(times, part) for part in parts) > 0
+    assert passed.copy_bytes_per_s == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_are_timed_by_their_rows(llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    passed = local_arm("arm", kind, {}, llm).run(jobs(7), Load(3), ignore)
+    pure = [
+        (n, [delta.step for delta in deltas if delta.step])
+        for n, waiting, deltas in steps.seen
+        if not waiting
+    ]
+    for times in passed.step_times:
+        same = [records for n, records in pure if n == times.num_sequences]
+        counts = Counter(sum(1 + record.num_drafted for record in records) for records in same)
+        assert {rows: count for rows, count, _, _ in times.passes} == counts
+        assert [rows for rows, *_ in times.passes] == sorted(counts)
+        assert sum(verify_s for *_, verify_s, _ in times.passes) == pytest.approx(times.verify_s)
+        assert sum(sample_s for *_, sample_s in times.passes) == pytest.approx(times.sample_s)
+    if kind == "plain":
+        assert all(rows == t.num_sequences for t in passed.step_times for rows, *_ in t.passes)
+
+
+def test_steps_with_a_piece_of_a_prompt_are_not_timed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are read in pieces of two tokens beside who decodes; those steps are longer, and not decoding alone."""
+    monkeypatch.setattr(engine_step, "PREFILL_ROWS_BESIDE", 2)
+    pure, num_beside, step = Counter[int](), 0, Engine.step
+
+    def watched(engine: Engine) -> list[TokenDelta]:
+        nonlocal num_beside
+        reads = bool(engine.scheduler.waiting) or any(s.is_prefilling for s in engine.scheduler.running)
+        deltas = step(engine)
+        records = [delta.step for delta in deltas if delta.step is not None]
+        if records and not reads:
+            pure[records[0].num_sequences] += 1
+        num_beside += bool(records) and reads
+        return deltas
+
+    monkeypatch.setattr(Engine, "step", watched)
+    asked = jobs(3, ignore_eos=True)
+    asked[0] = replace(asked[0], params=replace(asked[0].params, max_new_tokens=40))  # beside all others
+    passed = local_arm("arm", "plain", {}, llm).run(asked, Load(2), ignore)
+    assert {t.num_sequences: t.num_steps for t in passed.step_times} == pure
+    assert num_beside > 3  # more than the steps in which one was admitted
+
+
+def test_copies_are_measured_before_each_pass_where_asked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, step = list[str](), Engine.step
+
+    def copied(device: torch.device) -> tuple[float, ...]:
+        events.append(f"copies on {device}")
+        return 3e9, 2e9
+
+    def stepped(engine: Engine) -> list[TokenDelta]:
+        events.append("step")
+        return step(engine)
+
+    monkeypatch.setattr(local, "copy_rates", copied)
+    monkeypatch.setattr(Engine, "step", stepped)
+    arm = local_arm("arm", "plain", {}, llm, measures_copies=True)
+    assert arm.run(jobs(2), Load(2), ignore).copy_bytes_per_s == (3e9, 2e9)
+    assert events[0] == "copies on cpu" and set(events[1:]) == {"step"}
 
 
 # Failures ------------------------------------------------------------------------------------------------------------
@@ -270,9 +334,10 @@ def test_an_end_without_an_answer_is_no_success(
         for sequence in engine.scheduler.running:
             if sequence.request.id == "job-1" and not ended:
                 ended.append("job-1")
-                sequence.close(reason)
+                sequence.end(reason)
                 engine._retire()
-                deltas.append(TokenDelta("job-1", (), finish_reason=reason))
+                if reason != "error":  # which the engine says itself
+                    deltas.append(TokenDelta("job-1", (), finish_reason=reason))
         return deltas
 
     monkeypatch.setattr(Engine, "step", end_one)

@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.bench.arms.base import Fingerprint, StepTime
+from paceline.bench.numbers.metrics import summarise
+from paceline.bench.numbers.profile import profile
+from paceline.bench.pages.page import document
 from paceline.bench.runs import records, runner
-from paceline.bench.runs.plan import ArmSpec
+from paceline.bench.runs.plan import ArmSpec, Plan
 from paceline.bench.runs.rows import Run
 from paceline.core.errors import ConfigError
 from scripted_arms import ScriptedArm, make_workload, plan_of, three_arms
@@ -86,11 +90,37 @@ def test_what_is_no_run_is_refused(stored: tuple[Path, Run], tmp_path: Path) -> 
         records.read_run(tmp_path)
     header = json.loads((stored[0] / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps({**header, "schema_version": 99}))
-    with pytest.raises(ConfigError, match="expected schema_version 1, got 99"):
+    with pytest.raises(ConfigError, match="expected schema_version 1 or 2, got 99"):
         records.read_run(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({**header, "colour": "red"}))
-    with pytest.raises(ConfigError, match=r"not what schema_version 1 says .*colour"):
+    with pytest.raises(ConfigError, match=r"not what schema_version 2 says .*colour"):
         records.read_run(tmp_path)
+
+
+def test_step_times_and_copies_come_back_as_they_were(stored: tuple[Path, Run], tmp_path: Path) -> None:
+    times = (StepTime(2, 3, 0.9, 0.1, 0.5, 0.02, 0.03, 0.04, ((2, 1, 0.2, 0.01), (9, 2, 0.3, 0.01))),)
+    record = replace(stored[1].passes[0], step_times=times, copy_bytes_per_s=(1e9, 2e9))
+    records.write(replace(stored[1], arms={"plain": Fingerprint({}, reads={"pass": 10})}), tmp_path)
+    records.append_pass(record, stored[1].rows[:2], tmp_path)
+    read = records.read_run(tmp_path)
+    assert read.passes == (record,) and read.arms["plain"].reads == {"pass": 10}
+
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "bench"
+
+
+@pytest.mark.parametrize("name", sorted(folder.name for folder in RESULTS.iterdir()))
+def test_runs_of_the_first_version_are_read_and_reported(name: str) -> None:
+    """Their steps have draft and verify only: what is not known is no number."""
+    run = records.read_run(RESULTS / name)
+    times = [time for record in run.passes for time in record.step_times]
+    if json.loads((RESULTS / name / "run.json").read_text())["schema_version"] == 1:
+        assert all((t.sample_s, t.inject_s, t.keep_s, t.passes) == (None, None, None, ()) for t in times)
+        assert not any(record.copy_bytes_per_s for record in run.passes)
+        assert profile(run) is None
+    rules = Plan.from_dict(run.plan).rules
+    assert times or name == "vllm_server"
+    assert document(run, summarise(run, rules))["schema_version"] == 1
 
 
 def test_secrets_are_not_stored(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from paceline.cli import options
+from paceline.cli import profile as terminal
 from paceline.cli.decoding import open_pair
 from paceline.cli.output import INTERRUPTED, command_line, note, say_error, words, write_json
 from paceline.cli.report import Verify, judge, read_verified, require_libraries
@@ -182,6 +183,13 @@ def bench(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     verify: Verify = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Show where a step's time goes, and how near passes are to the machine's copy rate.",
+        ),
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure whether speculation is worth it: on, off, on below a load, on for some kinds of work, or not yet clear.
@@ -197,7 +205,7 @@ def bench(
     asked = _plan(plan, arm, design, decide)
     workload = _workload(traffic)
     folder = _folder(out, resume)
-    run = _measure(pair, asked, workload, folder, resume=resume)
+    run = _measure(pair, asked, workload, folder, resume=resume, profile=profile)
     verified = read_verified(run, verify or ())
     summary = judge(run, verified)
     paths = write_report(run, summary, folder, verified=verified)
@@ -205,6 +213,8 @@ def bench(
         write_json(document(run, summary, verified=verified))
     else:
         show(summary)
+        if profile:
+            terminal.show(summary.profile)
     note(f"report: {paths[0]}")
     if not run.is_complete:
         say_error(f"not everything was measured; see {folder}")
@@ -357,13 +367,15 @@ def _folder(out: Path | None, resume: bool) -> Path:
     return out or Path("runs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def _measure(pair: options.Pair, plan: Plan, workload: Workload, folder: Path, *, resume: bool) -> Run:
+def _measure(
+    pair: options.Pair, plan: Plan, workload: Workload, folder: Path, *, resume: bool, profile: bool
+) -> Run:
     """Returns the run of the folder, after Ctrl-C with how to go on."""
     from paceline.bench.arms.assembly import assemble
     from paceline.bench.runs.runner import run
     from paceline.bench.verdicts.decision import is_clear
 
-    arms = assemble(plan, lambda: open_pair(pair))
+    arms = assemble(plan, lambda: open_pair(pair), measures_copies=profile)
     note(f"measuring into {folder}")
     try:
         with _watching() as progress:

@@ -60,7 +60,7 @@ def describe(llm: LLM, drafter: str) -> dict[str, object]:
         "drafter": used,
         "lookup": isinstance(llm.drafter, Combined | PromptLookup),
         "block_size": chain,
-        "tree_nodes": llm.tree_nodes,
+        "tree_nodes": llm.tree_nodes if llm.paced is None else "auto",
         "exact": llm.exact,
         "device": str(llm.device),
         "dtype": str(llm.dtype).removeprefix("torch."),

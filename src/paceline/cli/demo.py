@@ -241,6 +241,8 @@ def _print_table(rows: Sequence[Row], totals: Totals, pair: dict[str, object]) -
     drafts = (
         f"trees of {pair['tree_nodes']}" if pair["tree_nodes"] else f"chains, block size {pair['block_size']}"
     )
+    if pair["tree_nodes"] == "auto":
+        drafts = "drafts as large as pays"
     if pair["lookup"]:
         drafts += ", beside lookup"
     table = Table(caption=f"{pair['target']}, {pair['dtype']} on {pair['device']}, {drafts}")

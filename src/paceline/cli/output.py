@@ -34,7 +34,11 @@ INTERRUPTED = 130
 arguments_given: ContextVar[tuple[str, ...]] = ContextVar("arguments_given", default=())
 """Words of the command line behind the program's name, as `main` got them."""
 
-_STAGES = {"download": "fetching the target", "convert": "converting the target"}
+_STAGES = {
+    "download": "fetching the target",
+    "convert": "converting the target",
+    "measure": "measuring what passes cost here (once)",
+}
 
 
 def command_line() -> str:

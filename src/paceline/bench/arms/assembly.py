@@ -25,12 +25,13 @@ def needs_pair(plan: Plan) -> bool:
     return any(spec.kind not in SERVER_KINDS for spec in plan.arms)
 
 
-def assemble(plan: Plan, load_pair: Callable[[], LLM]) -> list[Arm]:
+def assemble(plan: Plan, load_pair: Callable[[], LLM], *, measures_copies: bool = False) -> list[Arm]:
     """Returns the plan's arms, in its order, none of them open.
 
     Args:
         load_pair: loads the pair that the arms of this process share; called at most once, and not at all where every
             arm is a server.
+        measures_copies: see `EngineArm`; of the arms that are such.
 
     Raises:
         ConfigError: an unknown kind, or options that its sort of arm does not have.
@@ -39,12 +40,13 @@ def assemble(plan: Plan, load_pair: Callable[[], LLM]) -> list[Arm]:
         if spec.kind not in ARM_KINDS:
             raise ConfigError(f"arm {spec.name!r}: expected one of {', '.join(ARM_KINDS)}, got {spec.kind!r}")
     llm = load_pair() if needs_pair(plan) else None
-    return [_arm(spec, llm) for spec in plan.arms]
+    return [_arm(spec, llm, measures_copies) for spec in plan.arms]
 
 
-def _arm(spec: ArmSpec, llm: LLM | None) -> Arm:
+def _arm(spec: ArmSpec, llm: LLM | None, measures_copies: bool) -> Arm:
     if spec.kind in SERVER_KINDS:
         return server_arm(spec.name, spec.kind, spec.options)
     assert llm is not None
-    make = local_arm if spec.kind in LOCAL_KINDS else reference_arm
-    return make(spec.name, spec.kind, spec.options, llm)
+    if spec.kind in REFERENCE_KINDS:
+        return reference_arm(spec.name, spec.kind, spec.options, llm)
+    return local_arm(spec.name, spec.kind, spec.options, llm, measures_copies=measures_copies)

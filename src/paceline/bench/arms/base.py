@@ -111,6 +111,10 @@ class StepTime:
         num_sequences: that stepped together.
         num_steps: so many steps.
         total_s, draft_s, verify_s: seconds of all of them: whole steps, and of these drafting and verifying.
+        sample_s, inject_s, keep_s: of these the other parts, see `StepRecord`; `None` in runs of versions that did not
+            keep them.
+        passes: the steps by rows of the target's pass, anchors and drafts of all sequences together: (rows, how many
+            such steps, their verify_s, their sample_s); empty where `sample_s` is `None`.
     """
 
     num_sequences: int
@@ -118,6 +122,10 @@ class StepTime:
     total_s: float
     draft_s: float
     verify_s: float
+    sample_s: float | None = None
+    inject_s: float | None = None
+    keep_s: float | None = None
+    passes: tuple[tuple[int, int, float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +139,7 @@ class Passed:
         peak_memory_bytes: most memory that the arm's process held during the pass.
         counters: acceptance that a server counted for all requests of the pass together: "num_steps", "num_drafted",
             "num_accepted" and, where it has them, "accepted_0", "accepted_1", … by slot. Empty where it counts none.
+        copy_bytes_per_s: what the device copied just before the pass, see `copying`; empty where nobody asked.
         notes: sentences on what should be known of the pass and is not, with the reason.
     """
 
@@ -139,6 +148,7 @@ class Passed:
     step_times: tuple[StepTime, ...] = ()
     peak_memory_bytes: int | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
+    copy_bytes_per_s: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -152,11 +162,14 @@ class Fingerprint:
         speculation: what may: kind of drafter, its digest, block size, tree nodes. Empty in plain decoding.
         memory: bytes by name, such as "target_weights", "drafter_weights", "drafter_kv_per_token"; they differ with
             speculation and are its cost.
+        reads: bytes of weights that are read from one end to the other in "pass", one pass of the target, and "draft",
+            one draft of a drafter that drafts in every step; without what is not known.
     """
 
     basis: Mapping[str, str]
     speculation: Mapping[str, str] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
+    reads: Mapping[str, int] = field(default_factory=dict)
 
 
 def text_digest(ids: Iterable[int]) -> str:

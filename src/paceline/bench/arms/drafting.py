@@ -29,6 +29,8 @@ _OPTIONS = {
     "combined": (*_BLOCKS, *_NGRAMS),
 }
 LOCAL_KINDS = tuple(_OPTIONS)
+_READ_ELSEWHERE = ("fc.", "hidden_norm.", "lm_head.")
+"""Parameters that `inject` reads, and an own head, of which a vocabulary may leave a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,26 @@ class Weights:
             "drafter_kv_per_token": 2 * num_bytes * num_layers * config.num_kv_heads * config.head_dim,
         }
 
+    def num_read(self, num_draft_tokens: int) -> int:
+        """Returns how many numbers one draft reads: layers and head, once for each forward pass that it takes.
+
+        What `inject` takes does not count, nor rows that are looked up.
+        """
+        config, token_ids = self.checkpoint.config, self.checkpoint.token_ids
+        if isinstance(config, DrafterConfig):
+            num_passes, num_head_rows = 1, config.vocab_size
+        else:  # token by token
+            num_passes = min(num_draft_tokens, config.num_draft_tokens)
+            num_head_rows = config.draft_vocab_size
+        if token_ids is not None:
+            num_head_rows = min(num_head_rows, len(token_ids))
+        layers = sum(
+            parameter.numel()
+            for name, parameter in self.neural.named_parameters()
+            if not name.startswith(_READ_ELSEWHERE) and not name.endswith("codebook")
+        )
+        return num_passes * (layers + num_head_rows * config.hidden_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
@@ -110,6 +132,16 @@ class Drafting:
             "lookup_block_size": str(min(num_rows, drafter.lookup.block_size)),
             **_ngrams(drafter.lookup),
         }
+
+    def num_read(self, num_rows: int) -> int | None:
+        """Returns how many numbers one draft reads; `None` where not every step drafts with weights.
+
+        Args:
+            num_rows: of a step, anchor included.
+        """
+        if self.weights is None or num_rows < 2 or not isinstance(self.drafter, NeuralDrafter | TreeDrafter):
+            return None
+        return self.weights.num_read(num_rows - 1)
 
 
 def _ngrams(lookup: PromptLookup) -> dict[str, str]:

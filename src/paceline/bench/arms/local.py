@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from paceline.bench.arms.base import (
     StepTime,
     text_digest,
 )
+from paceline.bench.arms.copying import copy_rates
 from paceline.bench.arms.drafting import Drafting, Options, drafting
 from paceline.core.errors import (
     CapacityError,
@@ -38,7 +39,7 @@ from paceline.core.errors import (
     PacelineError,
     RequestError,
 )
-from paceline.core.types import Request
+from paceline.core.types import Request, StepRecord
 from paceline.engine.engine import Engine
 from paceline.engine.runtime import peak_memory_bytes, reset_peak_memory
 from paceline.llm import LLM
@@ -47,7 +48,9 @@ from paceline.target.native import NativeTarget
 from paceline.target.weights import read_tensors
 
 
-def local_arm(name: str, kind: str, options: Options, llm: LLM) -> EngineArm:
+def local_arm(
+    name: str, kind: str, options: Options, llm: LLM, *, measures_copies: bool = False
+) -> EngineArm:
     """Returns an arm over a loaded pair, closed.
 
     Args:
@@ -57,13 +60,14 @@ def local_arm(name: str, kind: str, options: Options, llm: LLM) -> EngineArm:
         options: of "drafter" `path`, the folder. Else whole numbers: `block_size` and `tree_nodes` (0 for chains), both
             as the pair drafts unless given, and those of `PromptLookup`.
         llm: the pair; arms may share it.
+        measures_copies: see `EngineArm`.
 
     Raises:
         ConfigError: an unknown kind or option, a value that makes no engine, or no drafter where the kind needs one.
         CheckpointError, IncompatiblePairError: the folder holds no drafter, or one for another target.
     """
     try:
-        return EngineArm(name, llm, drafting(kind, options, llm))
+        return EngineArm(name, llm, drafting(kind, options, llm), measures_copies=measures_copies)
     except (ConfigError, CheckpointError, IncompatiblePairError) as error:
         raise type(error)(f"arm {name!r}: {error}") from error
 
@@ -75,6 +79,7 @@ class EngineArm:
         name: what the plan calls it.
         llm: the pair.
         drafting: who drafts; `None` decodes plainly.
+        measures_copies: before each pass, how fast the device copies memory.
 
     Raises:
         ConfigError: a block size that the drafter does not have.
@@ -82,8 +87,10 @@ class EngineArm:
 
     max_concurrency: int | None = None
 
-    def __init__(self, name: str, llm: LLM, drafting: Drafting | None) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, llm: LLM, drafting: Drafting | None, *, measures_copies: bool = False
+    ) -> None:
+        self.name, self._measures_copies = name, measures_copies
         self._llm, self._drafting = llm, drafting
         self._block_size = self._new_engine(1).block_size  # refuses one that the drafter does not have
 
@@ -106,12 +113,15 @@ class EngineArm:
             raise ArmError(
                 f"{self.name}: {self._llm.target.spec.name} has no chat template; hint: an instruct model"
             )
-        memory, who = _target_memory(self._llm), self._drafting
+        (memory, reads), who = _target_sizes(self._llm), self._drafting
         if who is None:
-            return Fingerprint(_basis(self._llm), {}, memory)
+            return Fingerprint(_basis(self._llm), {}, memory, reads)
+        size = self._llm.dtype.itemsize
         if who.weights is not None:
-            memory |= who.weights.memory(self._llm.dtype.itemsize)
-        return Fingerprint(_basis(self._llm), who.speculation(self._block_size), memory)
+            memory |= who.weights.memory(size)
+        if (num_read := who.num_read(self._block_size)) is not None:
+            reads["draft"] = size * num_read
+        return Fingerprint(_basis(self._llm), who.speculation(self._block_size), memory, reads)
 
     def run(self, jobs: Sequence[Job], load: Load, done: Done) -> Passed:
         """Returns what came of the jobs; see `Arm`.
@@ -122,6 +132,7 @@ class EngineArm:
         Raises:
             ArmError: a step failed, such as for lack of memory.
         """
+        rates = copy_rates(self._llm.device) if self._measures_copies else ()
         engine = self._new_engine(load.concurrency or self._llm.max_sequences)
         counts = reset_peak_memory(self._llm.device)
         current = _Pass(self._llm, engine, jobs, load, done)
@@ -136,6 +147,7 @@ class EngineArm:
             current.wall_s,
             tuple(times.sum(number) for number, times in sorted(current.times.items())),
             peak_memory_bytes(self._llm.device) if counts else None,
+            copy_bytes_per_s=rates,
         )
 
     def close(self) -> None:
@@ -170,18 +182,38 @@ class _Flight:
         self.num_chunks += 1
 
 
+_PARTS = ("draft_s", "verify_s", "sample_s", "inject_s", "keep_s")
+
+
 @dataclass(slots=True)
 class _Times:
     """Steps of one number of sequences, so far."""
 
     num_steps: int = 0
     total_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
+    passes: dict[int, tuple[int, float, float]] = field(default_factory=dict)
+
+    def add(self, total_s: float, record: StepRecord, num_rows: int) -> None:
+        """Counts a step.
+
+        Args:
+            record: of any of its sequences: they share the times.
+            num_rows: of the target's pass.
+
+        Mutates: self.
+        """
+        self.num_steps += 1
+        self.total_s += total_s
+        for part in _PARTS:
+            self.parts[part] += getattr(record, part)
+        count, verify_s, sample_s = self.passes.get(num_rows, (0, 0.0, 0.0))
+        self.passes[num_rows] = (count + 1, verify_s + record.verify_s, sample_s + record.sample_s)
 
     def sum(self, num_sequences: int) -> StepTime:
         """Returns them as a record."""
-        return StepTime(num_sequences, self.num_steps, self.total_s, self.draft_s, self.verify_s)
+        passes = tuple((num_rows, *known) for num_rows, known in sorted(self.passes.items()))
+        return StepTime(num_sequences, self.num_steps, self.total_s, **self.parts, passes=passes)
 
 
 class _Pass:
@@ -229,19 +261,18 @@ class _Pass:
             self._flights[job.id] = flight
 
     def _step(self) -> None:
-        reads_prompts, started = self._engine.scheduler.has_room, time.perf_counter()
+        scheduler = self._engine.scheduler
+        reads_prompts = scheduler.has_room or any(sequence.is_prefilling for sequence in scheduler.running)
+        started = time.perf_counter()
         try:
             deltas = self._engine.step()
         except (PacelineError, RuntimeError, MemoryError) as error:
             raise _StepError from error
         now, elapsed = self._now(), time.perf_counter() - started
-        record = next((delta.step for delta in deltas if delta.step is not None), None)
-        if record is not None and not reads_prompts:
-            times = self.times.setdefault(record.num_sequences, _Times())
-            times.num_steps += 1
-            times.total_s += elapsed
-            times.draft_s += record.draft_s  # one batch shares them, so one record says them for all
-            times.verify_s += record.verify_s
+        records = [delta.step for delta in deltas if delta.step is not None]
+        if records and not reads_prompts:
+            times = self.times.setdefault(records[0].num_sequences, _Times())
+            times.add(elapsed, records[0], sum(1 + record.num_drafted for record in records))
         for delta in deltas:
             if delta.token_ids:
                 self._flights[delta.request_id].see(now)
@@ -296,14 +327,23 @@ def _basis(llm: LLM) -> dict[str, str]:
     }
 
 
-def _target_memory(llm: LLM) -> dict[str, int]:
-    """Returns bytes of the target's parameters and of its K/V; a runner may hold packed copies beside them."""
-    size = llm.dtype.itemsize
-    memory = {"target_weights": size * sum(t.numel() for t in read_tensors(llm.folder).values())}
-    if isinstance(llm.target, NativeTarget):  # other runners' K/V depend on the architecture
-        shape = llm.target.shape
-        memory["target_kv_per_token"] = 2 * size * shape.num_layers * shape.num_kv_heads * shape.head_dim
-    return memory
+def _target_sizes(llm: LLM) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns bytes of the target's parameters and K/V, and of the weights that a pass reads; see `Fingerprint`.
+
+    A runner may hold packed copies beside them. What other runners' passes read and keep depends on the architecture.
+    """
+    size, numbers = llm.dtype.itemsize, {name: t.numel() for name, t in read_tensors(llm.folder).items()}
+    memory = {"target_weights": size * sum(numbers.values())}
+    if not isinstance(llm.target, NativeTarget):
+        return memory, {}
+    shape = llm.target.shape
+    memory["target_kv_per_token"] = 2 * size * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    layers = sum(count for name, count in numbers.items() if not name.endswith(_NOT_READ))
+    return memory, {"pass": size * (layers + llm.target.head_weight.numel())}  # the head, be it the embedding
+
+
+_NOT_READ = ("embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq")
+"""Tensors that no pass reads as they are: rows of an embedding are looked up, and a head may be tied to it."""
 
 
 def _weights_digest(folder: Path) -> str:

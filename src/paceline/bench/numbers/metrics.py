@@ -30,6 +30,7 @@ from paceline.bench.numbers.intervals import (
     ratio_interval,
     share_interval,
 )
+from paceline.bench.numbers.profile import profile
 from paceline.bench.numbers.summary import Cell, Interval, Percentiles, Summary
 from paceline.bench.numbers.table import Key, Table, tabulate
 from paceline.bench.runs.plan import Rules
@@ -63,6 +64,7 @@ def summarise(run: Run, rules: Rules) -> Summary:
         failures=_failures(run),
         costs=tuple(_costs(table, baseline, rules)),
         excluded=_excluded(run, cells, baseline),
+        profile=profile(run),
     )
 
 

@@ -115,6 +115,94 @@ class BreakEven:
 
 
 @dataclass(frozen=True, slots=True)
+class StepParts:
+    """Where the time of an arm's steps of one number of sequences goes, as means over steps that read no prompt.
+
+    Args:
+        arm, temperature, num_sequences: which.
+        num_steps: so many.
+        total_ms: a whole step; the parts add up to it.
+        draft_ms, verify_ms, sample_ms, inject_ms, keep_ms: see `StepRecord`.
+        host_ms: all the rest, such as scheduling, delivery and the decoding of text.
+        pass_of_floor, draft_of_floor: what reading the weights of a pass or draft takes at the best copy rate, over
+            what the pass or draft takes; `None` where either is not known. See `PassTime` for what a pass is.
+    """
+
+    arm: str
+    temperature: float
+    num_sequences: int
+    num_steps: int
+    total_ms: float
+    draft_ms: float
+    verify_ms: float
+    sample_ms: float
+    inject_ms: float
+    keep_ms: float
+    host_ms: float
+    pass_of_floor: float | None = None
+    draft_of_floor: float | None = None
+
+    @property
+    def parts_ms(self) -> dict[str, float]:
+        """The parts by name, the largest of plain decoding first."""
+        names = ("verify", "draft", "sample", "inject", "keep", "host")
+        return {name: getattr(self, f"{name}_ms") for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """What the target's passes of an arm take, by their rows: anchors and drafts of all sequences of a step.
+
+    Args:
+        arm, temperature: which.
+        min_rows, max_rows: the passes that are taken together: 1, 2, 3–4, 5–8, …
+        num_passes: so many.
+        mean_rows: of them.
+        pass_ms: mean time, verifying; where a device computes while its host goes on, sampling too, as the host waits
+            for the pass there.
+        row_ms: the same for each row.
+        of_floor: see `StepParts`.
+    """
+
+    arm: str
+    temperature: float
+    min_rows: int
+    max_rows: int
+    num_passes: int
+    mean_rows: float
+    pass_ms: float
+    row_ms: float
+    of_floor: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRate:
+    """How fast the machine copied memory between the passes, in bytes per second, read and written ones together."""
+
+    best_bytes_per_s: float
+    median_bytes_per_s: float
+    num_copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Where the time of steps goes, of each arm whose engine ran in this process.
+
+    Args:
+        steps, passes: by arm, temperature, and number of sequences or rows.
+        copy: `None` where it was not measured; then nothing has a floor.
+        read_bytes: by arm, what one pass and one draft read; see `Fingerprint`.
+        missing: arms of which nothing is known, such as servers.
+    """
+
+    steps: tuple[StepParts, ...]
+    passes: tuple[PassTime, ...]
+    copy: CopyRate | None
+    read_bytes: dict[str, dict[str, int]]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Frontier:
     """Throughput against interactivity of one arm: one point a closed load, in the order of loads.
 
@@ -195,6 +283,7 @@ class Summary:
         failures: (arm, load label, reason, count, an example's request id).
         costs: price per million good tokens by (arm, load label, temperature); empty without a price.
         excluded: arms that were not compared, with the reason.
+        profile: `None` where no arm's steps were timed in all their parts.
     """
 
     baseline: str
@@ -208,3 +297,4 @@ class Summary:
     failures: tuple[tuple[str, str, str, int, str], ...] = ()
     costs: tuple[tuple[str, str, float, Interval], ...] = field(default_factory=tuple)
     excluded: tuple[tuple[str, str], ...] = ()
+    profile: Profile | None = None

@@ -18,7 +18,7 @@ import jinja2
 
 from paceline.bench.numbers.metrics import summary_to_dict
 from paceline.bench.numbers.summary import Summary
-from paceline.bench.pages import amounts, sections
+from paceline.bench.pages import amounts, profile, sections
 from paceline.bench.pages.figures import figures
 from paceline.bench.pages.looks import COLOURS, Style, styles
 from paceline.bench.pages.panels import Figure
@@ -151,6 +151,7 @@ def _page(
         control=tuple(sections.control_sentences(summary, rules)),
         exactness=sections.exactness(verified),
         sections=sections,
+        profile=profile,
         whole=[cell for cell in summary.cells if cell.kind is None],
         by_kind=[cell for cell in summary.cells if cell.kind is not None],
         style=_data("report.css"),

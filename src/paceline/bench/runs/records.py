@@ -17,7 +17,9 @@ from paceline.bench.arms.base import Fingerprint, Load, Outcome, StepTime
 from paceline.bench.runs.rows import PassRecord, Place, Row, Run
 from paceline.core.errors import ConfigError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE = (1, 2)
+"""Versions that are read: 1 knows a step's draft and verify only, no copies of memory and no bytes that arms read."""
 HEADER, ROWS = "run.json", "rows.jsonl"
 _PLACE = ("block", "order", "arm", "load", "temperature", "start")
 
@@ -78,10 +80,10 @@ def read_run(folder: Path) -> Run:
         ) from error
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(f"{path}: expected a JSON object with a schema_version") from error
-    if version != SCHEMA_VERSION:
+    if version not in READABLE:
         raise ConfigError(
-            f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; hint: read it with the version of "
-            "paceline that wrote it"
+            f"{path}: expected schema_version {' or '.join(map(str, READABLE))}, got {version!r}; hint: read it with "
+            "the version of paceline that wrote it"
         )
     rows, passes = _read_rows(folder / ROWS)
     try:
@@ -170,7 +172,15 @@ def _row(data: dict[str, Any]) -> Row:
 
 def _pass(data: dict[str, Any]) -> PassRecord:
     place, rest = _split(data)
-    return PassRecord(place, step_times=tuple(StepTime(**step) for step in rest.pop("step_times")), **rest)
+    rates = tuple(rest.pop("copy_bytes_per_s", ()))
+    return PassRecord(
+        place, step_times=tuple(map(_step_time, rest.pop("step_times"))), copy_bytes_per_s=rates, **rest
+    )
+
+
+def _step_time(data: dict[str, Any]) -> StepTime:
+    passes = tuple((rows, count, *seconds) for rows, count, *seconds in data.pop("passes", ()))
+    return StepTime(**data, passes=passes)
 
 
 def _split(data: Mapping[str, Any]) -> tuple[Place, dict[str, Any]]:

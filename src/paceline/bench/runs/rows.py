@@ -46,6 +46,7 @@ class PassRecord:
     step_times: tuple[StepTime, ...] = ()
     peak_memory_bytes: int | None = None
     counters: dict[str, float] = field(default_factory=dict)
+    copy_bytes_per_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,12 @@ class _Runner:
             for job, kind in zip(planned.jobs, planned.kinds, strict=True)
         ]
         record = PassRecord(
-            place, passed.wall_s, passed.step_times, passed.peak_memory_bytes, dict(passed.counters)
+            place,
+            passed.wall_s,
+            passed.step_times,
+            passed.peak_memory_bytes,
+            dict(passed.counters),
+            passed.copy_bytes_per_s,
         )
         records.append_pass(record, rows, self._folder)
         self._rows += rows
