@@ -85,7 +85,7 @@ def test_a_better_drafter_is_kept_and_changes_no_text(
 ) -> None:
     assert whole.adopted
     assert whole.folder is not None
-    before, after = LLM(target, drafter), LLM(target, whole.folder)
+    before, after = (LLM(target, folder, lookup=False, tree_nodes=None) for folder in (drafter, whole.folder))
     params = SamplingParams(max_new_tokens=16)
     old = before.generate([before.render(text) for text in QUESTIONS], params)
     new = after.generate([after.render(text) for text in QUESTIONS], params)
@@ -144,7 +144,7 @@ def test_a_drafter_that_is_no_better_is_not_kept(config: AdaptConfig, tmp_path: 
 
 def test_what_is_foretold_is_what_decoding_does(config: AdaptConfig, target: Path, whole: Adaptation) -> None:
     assert whole.folder is not None
-    made, llm = DrafterCheckpoint.load(whole.folder), LLM(target, whole.folder)
+    made, llm = DrafterCheckpoint.load(whole.folder), LLM(target, whole.folder, lookup=False)
     assert llm.neural is not None
     heads = llm.target.heads
     chains = Chains(Scorer(heads.embed_weight, heads.head_weight, made.token_ids), llm.neural)

@@ -14,7 +14,7 @@ from paceline.core.acceptance import accepted_prefix
 from paceline.core.errors import ConfigError
 from paceline.drafter.base import NeuralDrafter
 from paceline.drafter.eagle3 import Eagle3
-from paceline.train.config import OptimConfig
+from paceline.train.config import OptimConfig, ShapeConfig, TrainConfig
 from paceline.train.data.batch import DraftVocabulary, draw_anchors, generator
 from paceline.train.data.features import Document
 from paceline.train.trainer import Trainer
@@ -226,6 +226,19 @@ def test_the_selector_makes_a_difference(tmp_path: Path) -> None:
         codebook = trainer.drafter.get_parameter("candidate_selector.successor_codebook")
         assert bool(codebook.any()) == (weight > 0)
     assert losses[1][0] > losses[0][0]
+
+
+def test_a_selector_may_be_trained_alone(tmp_path: Path) -> None:
+    drafter = make_dflash2()
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    trainer = make_trainer(tmp_path, replace(SETTINGS, parts="selector"), drafter=drafter)
+    trainer.run()
+    changed = {name for name, tensor in drafter.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if name.startswith("candidate_selector.")}
+    with pytest.raises(ConfigError, match=r"train\.parts: expected 'all' with algorithm 'dflash'"):
+        TrainConfig(ShapeConfig(mask_token_id=0), train=OptimConfig(parts="selector"))
+    with pytest.raises(ConfigError, match=r"train\.parts: expected one of"):
+        OptimConfig(parts="block")
 
 
 # Stopping early ------------------------------------------------------------------------------------------------------

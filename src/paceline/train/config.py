@@ -29,6 +29,7 @@ FOREIGN_KEYS = {
 """Keys of `drafter` that an algorithm does not have."""
 LOSSES = ("dpace", "exponential", "uniform")
 LABELS = ("tokens", "distribution")
+PARTS = ("all", "selector")
 ANSWERS, FEATURES = ("regenerate", "given"), ("cached", "online")
 
 
@@ -182,6 +183,7 @@ class OptimConfig:
         labels: "tokens" (what the target said) or "distribution" (also what else it might have said: needs
             `regenerate.top_log_probs`).
         selector_weight: share of the candidate selector's loss; of dflash2.
+        parts: "all", or of dflash2 "selector": its block stays what it is, so steps cost half.
         draft_vocab_size: commonest response tokens that the loss scores; `None` for all.
         chunk_blocks: blocks whose logits exist at once.
         held_out_documents: documents never trained on, for τ while it trains.
@@ -209,6 +211,7 @@ class OptimConfig:
     decay: float = 4.0
     labels: str = "tokens"
     selector_weight: float = 1.0
+    parts: str = "all"
     draft_vocab_size: int | None = None
     chunk_blocks: int = 64
     held_out_documents: int = 64
@@ -227,7 +230,8 @@ class OptimConfig:
         for name in ("lr", "clip_norm", "decay"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"train.{name}: expected more than 0, got {getattr(self, name)}")
-        for name, allowed in (("loss", LOSSES), ("labels", LABELS), ("compute_dtype", ("", "bfloat16"))):
+        choices = {"loss": LOSSES, "labels": LABELS, "parts": PARTS, "compute_dtype": ("", "bfloat16")}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"train.{name}: expected one of {allowed}, got {getattr(self, name)!r}")
         if not 0 <= self.selector_weight < math.inf:
@@ -272,6 +276,8 @@ class TrainConfig:
                 f"train.selector_weight: expected none with algorithm {algorithm!r}, which has no selector, "
                 f"got {train.selector_weight}"
             )
+        if algorithm != "dflash2" and train.parts == "selector":
+            raise ConfigError(f"train.parts: expected 'all' with algorithm {algorithm!r}, got 'selector'")
         if train.labels == "distribution" and self.regenerate.top_log_probs == 0:
             raise ConfigError(
                 "regenerate.top_log_probs: expected at least 1 with train.labels 'distribution', got 0"

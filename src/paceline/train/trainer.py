@@ -119,6 +119,9 @@ class Trainer:
         size, learned = settings.draft_vocab_size, drafter.learned_ids
         self._use(DraftVocabulary.covering(trained_on, vocab_size, size, learned))
         drafter.start(head_weight, self._vocabulary.token_ids)
+        if settings.parts == "selector":
+            for name, parameter in drafter.named_parameters():
+                parameter.requires_grad_(name.startswith("candidate_selector."))
         matrices, others = split_parameters(drafter)
         self._parameters = [*matrices, *others]
         lr, decay, rows = settings.lr, settings.weight_decay, settings.muon_block_rows
