@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
+from paceline.bench.arms.copying import copy_rates
 from paceline.bench.arms.oracles import Transformers, load_target
 from paceline.bench.numbers.summary import Interval
 from paceline.core.params import SamplingParams
@@ -32,29 +33,15 @@ CANDIDATES = 16
 # Plain decoding against the memory -----------------------------------------------------------------------------------
 
 
-class Memory:
-    """How fast this machine copies and reads memory with the threads that decode, the best of a few tries."""
-
-    def __init__(self) -> None:
-        self._source = torch.ones(PROBE_BYTES // 4)
-        self._sink = torch.zeros_like(self._source)
-
-    def copy_bytes_per_s(self) -> float:
-        """Returns bytes read and written by a copy, per second. Mutates: self."""
-        return 2 * PROBE_BYTES / _fastest(lambda: self._sink.copy_(self._source))
-
-    def read_bytes_per_s(self) -> float:
-        """Returns bytes read by a dot product of two arrays, per second."""
-        return 2 * PROBE_BYTES / _fastest(lambda: torch.dot(self._source, self._sink))
-
-
-def _fastest(run: Callable[[], object], tries: int = 3) -> float:
+def read_rate(numbers: torch.Tensor, tries: int = 3) -> float:
+    """Returns bytes per second, read by a dot product of the halves of an array; the best try."""
+    first, second = numbers.chunk(2)
     seconds = []
     for _ in range(tries):
         started = time.perf_counter()
-        run()
+        torch.dot(first, second)
         seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return 2 * first.nbytes / min(seconds)
 
 
 def pass_bytes(llm: LLM) -> int:
@@ -81,7 +68,8 @@ def floor_share(
 
 def measure_plain(llm: LLM, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> Row:
     """Returns plain decoding, transformers' `generate` and the memory's rates, prompt by prompt in turns."""
-    memory, engine, oracle = Memory(), llm.new_engine(plain=True, max_sequences=1), Transformers()
+    numbers = torch.ones(PROBE_BYTES // 4)  # written: blank pages are all one page
+    engine, oracle = llm.new_engine(plain=True, max_sequences=1), Transformers()
     oracle.open(llm, load_target(llm))
     params = SamplingParams(max_new_tokens)
     arms: dict[str, Callable[[tuple[int, ...]], Timed]] = {
@@ -90,13 +78,12 @@ def measure_plain(llm: LLM, prompts: Sequence[tuple[int, ...]], max_new_tokens: 
     }
     for run in arms.values():
         run(prompts[0])
-    memory.copy_bytes_per_s()
     samples: dict[str, list[list[float]]] = {name: [] for name in arms}
     rates: dict[str, list[float]] = {"copy": [], "read": []}
     num_same = 0
     for i, prompt in enumerate(prompts):
-        rates["copy"].append(round(memory.copy_bytes_per_s()))
-        rates["read"].append(round(memory.read_bytes_per_s()))
+        rates["copy"].append(round(max(copy_rates(llm.device))))
+        rates["read"].append(round(read_rate(numbers)))
         done = {name: arms[name](prompt) for name in turn(list(arms), i)}
         num_same += done["plain"].texts == done["transformers"].texts
         for name, timed in done.items():

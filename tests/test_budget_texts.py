@@ -86,7 +86,7 @@ def run_paced(
         cancelled: the request that is cancelled before the fifth step.
     """
     engine = Engine(model(), drafter, max_sequences=max_sequences)
-    engine._budget = budget  # of copies alone, too
+    assert engine._budget is budget, "a paced drafter brings its budget"
 
     def before_step(number: int) -> None:
         if number == 4 and cancelled is not None:

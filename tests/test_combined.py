@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.cli.decoding import describe
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import Law
@@ -202,6 +203,21 @@ def test_a_pair_joins_its_drafter_with_lookup(tmp_path: Path, monkeypatch: pytes
     texts = combined.generate(prompts, params)
     assert [text.token_ids for text in texts] == [text.token_ids for text in plain]
     assert any(step.num_drafted for text in texts for step in text.steps)
+
+
+def test_a_pair_paces_itself_unless_told_how_much_to_draft(tmp_path: Path) -> None:
+    llm = tiny_llm(tmp_path, block_size=5)
+    assert llm.paced is not None
+    inner = llm.new_engine().drafter
+    assert isinstance(inner, Combined) and inner.drafter is llm.paced
+    assert llm.new_engine()._budget is llm.paced.budget
+    assert describe(llm, "folder")["tree_nodes"] == "auto"
+    for fixed in (llm.new_engine(tree_nodes=2), llm.new_engine(block_size=3), llm.new_engine(plain=True)):
+        assert fixed._budget is None
+    folder = tmp_path / "drafter"
+    chosen = LLM(llm.folder, folder, device="cpu", dtype="float64", tree_nodes=3, offline=True)
+    assert chosen.paced is None and chosen.new_engine()._budget is None
+    assert describe(chosen, "folder")["tree_nodes"] == 3
 
 
 def test_a_pair_of_lookup_alone_has_no_weights(tmp_path: Path) -> None:

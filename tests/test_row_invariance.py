@@ -19,7 +19,16 @@ from paceline.engine.runtime import default_tree_nodes, probe_rows
 from paceline.llm import LLM
 from paceline.target.base import TargetOutput, TargetSession, VerifyRows
 from paceline.target.native import NativeSession, NativeTarget
-from paceline.target.plan import num_pass_rows, placed_rows, seat, split_pass, walk, whole
+from paceline.target.plan import (
+    Layout,
+    num_pass_rows,
+    placed_rows,
+    plan_pass,
+    seat,
+    split_pass,
+    walk,
+    whole,
+)
 from paceline.testing import tiny_shape, tiny_target, tiny_tensors
 
 VOCAB, ROOM = 61, 384
@@ -338,6 +347,15 @@ def test_wide_parts_do_not_widen_narrow_ones(session: TargetSession) -> None:
     assert seat(walks) == [[0, 1], [2], [3, 4], [5]]
     assert num_pass_rows(walks) == 1 + 1 + 64 + 2 * 2 + 3
     assert seat([]) == []
+
+
+@pytest.mark.parametrize(("width", "framed"), [(64, False), (4, True)])
+def test_a_frame_is_not_mostly_padding(session: TargetSession, width: int, framed: bool) -> None:
+    """A wide piece of a prompt beside seven narrow parts would be padded to eight of its width."""
+    parts = [VerifyRows(session, [1] * n, EMPTY_PROPOSAL) for n in (width, *(1,) * 7)]
+    layout = Layout(group=1, room=1024, min_rows=1, framed=True)
+    plan = plan_pass(parts, [walk(part) for part in parts], range(8), layout)
+    assert (plan.frame is not None) is framed
 
 
 # The probe -----------------------------------------------------------------------------------------------------------
